@@ -1,8 +1,10 @@
 """Frozen values that the parts hand to each other. Knows nothing of text, tensors or files."""
 
 from enum import StrEnum
+from functools import cache
+from typing import Annotated
 
-from msgspec import Struct
+from msgspec import Meta, Struct, inspect
 
 from skerry.errors import RequestError
 
@@ -31,34 +33,78 @@ class Message(Struct, frozen=True):
     content: str
 
 
+Number = inspect.IntType | inspect.FloatType
+
+
+def in_range(value: float, kind: Number) -> bool:
+    """Whether a value lies in the range that `msgspec.Meta` gave its type; NaN never does."""
+    return (
+        (kind.ge is None or value >= kind.ge)
+        and (kind.gt is None or value > kind.gt)
+        and (kind.le is None or value <= kind.le)
+        and (kind.lt is None or value < kind.lt)
+        and value == value
+    )
+
+
+def range_text(kind: Number) -> str:
+    """The range of a type in words: `between 0 and 1`, `above 0 and at most 1`, `0 or more`; empty when it has none."""
+    if kind.ge is not None and kind.le is not None:
+        return f"between {kind.ge} and {kind.le}"
+    words = ((kind.gt, "above {}"), (kind.ge, "at least {}"), (kind.le, "at most {}"), (kind.lt, "below {}"))
+    return " and ".join(text.format(bound) for bound, text in words if bound is not None)
+
+
 class Sampling(Struct, frozen=True):
     """How the next token is chosen from the logits. The defaults are greedy.
 
-    temperature: 0 is greedy (argmax); top_k: 0 keeps all; top_p: 1 keeps all (Holtzman et al. 2019, nucleus);
-    min_p: keep tokens of at least this share of the best one's probability (Nguyen et al. 2024);
-    repetition_penalty: 1 is none (Keskar et al. 2019, CTRL); seed: None draws one per request.
+    The annotations are the only source of the ranges: the configuration, its documents and the check below read them.
+    top_p: Holtzman et al. 2019 (nucleus); min_p: Nguyen et al. 2024; repetition_penalty: Keskar et al. 2019 (CTRL).
 
     Raises RequestError when a value is out of range.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
+    temperature: Annotated[
+        float, Meta(ge=0, le=10, description="Spread of the choice between tokens; 0 always takes the likeliest one.")
+    ] = 0.0
+    top_k: Annotated[
+        int, Meta(ge=0, le=1_000_000, description="Choose among this many likeliest tokens; 0 keeps all.")
+    ] = 0
+    top_p: Annotated[
+        float, Meta(gt=0, le=1, description="Choose among the likeliest tokens that together reach this probability.")
+    ] = 1.0
+    min_p: Annotated[
+        float, Meta(ge=0, le=1, description="Drop tokens below this share of the likeliest one's probability.")
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float, Meta(ge=0.1, le=10, description="Above 1 makes tokens that were already used less likely; 1 is none.")
+    ] = 1.0
+    seed: (
+        Annotated[
+            int, Meta(ge=0, le=2**63 - 1, description="Makes the random choice repeatable; null draws one per request.")
+        ]
+        | None
+    ) = None
 
     def __post_init__(self) -> None:
-        for name, ok, want in (
-            ("temperature", 0.0 <= self.temperature <= 10.0, "between 0 and 10"),
-            ("top_k", self.top_k >= 0, "0 (all) or more"),
-            ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
-            ("min_p", 0.0 <= self.min_p <= 1.0, "between 0 and 1"),
-            ("repetition_penalty", 0.1 <= self.repetition_penalty <= 10.0, "between 0.1 and 10"),
-            ("seed", self.seed is None or 0 <= self.seed < 2**63, "between 0 and 2^63 - 1"),
-        ):
-            if not ok:
-                raise RequestError(f"sampling.{name}: {getattr(self, name)} is out of range", f"use a value {want}")
+        for name, kind in _sampling_numbers().items():
+            value = getattr(self, name)
+            if value is not None and not in_range(value, kind):
+                raise RequestError(f"sampling.{name}: {value} is out of range", f"use a value {range_text(kind)}")
+
+
+@cache
+def _sampling_numbers() -> dict[str, Number]:
+    """The number type of each field of Sampling, without its description and its None."""
+    info = inspect.type_info(Sampling)
+    assert isinstance(info, inspect.StructType)
+    numbers: dict[str, Number] = {}
+    for field in info.fields:
+        for part in field.type.types if isinstance(field.type, inspect.UnionType) else (field.type,):
+            kind = part.type if isinstance(part, inspect.Metadata) else part
+            if isinstance(kind, Number):
+                numbers[field.name] = kind
+    return numbers
 
 
 class Request(Struct, frozen=True):
