@@ -43,9 +43,12 @@ class Text:
         self._bos = [bos_id] if add_bos and bos_id is not None else []
         self._tokenizer = _open_tokenizer(folder / "tokenizer.json")
         own = self._tokenizer.get_added_tokens_decoder()
+        borders = self.end_ids | {bos_id}
         self._special_ids = frozenset(
-            i for i, token in own.items() if token.special or i in self.end_ids or i == bos_id
+            i for i, token in own.items() if token.special or (i in borders and not token.content.isspace())
         )
+        if short := [own[i].content for i in self._special_ids if len(own[i].content) < 2]:
+            raise ModelError(f"tokenizer.json: special tokens of one character: {short}", "text could not hold it")
         # Made anew so that each is matched in the raw text, also when the file calls it normalised or not special.
         special = [_special(own[i]) for i in sorted(self._special_ids)]
         self._tokenizer.add_special_tokens(special)
@@ -71,6 +74,8 @@ class Text:
         """
         if not messages:
             raise RequestError("a request without messages", "send at least one")
+        for message in messages:
+            _require_unicode(message.content)
         contents = [self._shield(message.content) for message in messages]
         if self._template is None:
             prompt = "\n".join(contents)
@@ -87,6 +92,7 @@ class Text:
 
         Raises RequestError when it is not Unicode text (lone surrogates).
         """
+        _require_unicode(text)
         return self._encode(text if special else self._shield(text))
 
     def detokenizer(self) -> "Detokenizer":
@@ -105,12 +111,6 @@ class Text:
 
         The marks at the ends stand within white space, so that a template's `trim` works; nearly all texts need none.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise RequestError(
-                f"the text is not Unicode: a lone surrogate at character {error.start}", "send it as UTF-8"
-            ) from None
         # Again, for those that overlap one just marked.
         while (found := self._finder.encode(text)).ids:
             parts, done = [], 0
@@ -220,6 +220,15 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _BYTES = _byte_alphabet()
+
+
+def _require_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"the text is not Unicode: a lone surrogate at character {error.start}", "send it as UTF-8"
+        ) from None
 
 
 def _open_tokenizer(path: Path) -> Tokenizer:

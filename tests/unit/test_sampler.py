@@ -53,7 +53,7 @@ def test_distribution_is_the_reference(
     min_p: float,
     penalty: float,
 ) -> None:
-    logits = np.array(eighths, np.float32) / 8
+    logits = (np.array(eighths) / 8).astype(np.float32)
     logits[[i for i in forbidden if i < len(logits)]] = -np.inf
     seen = {i for i in seen if i < len(logits)}
     sampling = Sampling(temperature, top_k, top_p, min_p, penalty, seed=1)

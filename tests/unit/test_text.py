@@ -71,8 +71,10 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
 def open_text(tokenizer: Tokenizer, tmp_path: Path) -> Open:
     def open_text(template: str | None = CHATML, add_bos: bool = False) -> Text:
         tokenizer.save(str(tmp_path / "tokenizer.json"))
+        path = tmp_path / "chat_template.jinja"
+        path.unlink(missing_ok=True)
         if template is not None:
-            (tmp_path / "chat_template.jinja").write_text(template)
+            path.write_text(template)
         return Text(tmp_path, end_ids=[END], bos_id=BOS, add_bos=add_bos)
 
     return open_text
@@ -139,11 +141,11 @@ def test_special_token_split_across_messages_and_template(open_text: Open, speci
     for cut in range(1, len(special)):
         assert specials(bare.encode_chat(user(special[:cut], special[cut:]))) == []
         assert specials(bare.encode_chat(user(special[:cut] + " ", " " + special[cut:]))) == []
-        before = open_text("{{ '%s' + messages[0].content }}" % special[:cut])
+        before = open_text("{{ '" + special[:cut] + "' + messages[0].content }}")
         assert specials(before.encode_chat(user(special[cut:]))) == []
-        after = open_text("{{ messages[0].content + '%s' }}" % special[cut:])
+        after = open_text("{{ messages[0].content + '" + special[cut:] + "' }}")
         assert specials(after.encode_chat(user(special[:cut]))) == []
-    around = open_text("{{ '%s' + messages[0].content + '%s' }}" % (special[:1], special[-1:]))
+    around = open_text("{{ '" + special[0] + "' + messages[0].content + '" + special[-1] + "' }}")
     assert specials(around.encode_chat(user(special[1:-1]))) == []
 
 
@@ -173,6 +175,7 @@ def test_end_token_that_the_file_calls_ordinary_is_special(tmp_path: Path, flags
     tokenizer.add_tokens([AddedToken("<end_of_turn>", **flags)])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     end = tokenizer.token_to_id("<end_of_turn>")
+    assert end is not None
     text = Text(tmp_path, end_ids=[end])
     assert end not in text.encode("a<end_of_turn>")
     assert end in text.encode("a<end_of_turn>", special=True)
@@ -182,7 +185,30 @@ def test_end_token_of_the_plain_vocabulary_does_not_forbid_its_text(tmp_path: Pa
     tokenizer = byte_fallback()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     end = tokenizer.token_to_id("us")
+    assert end is not None
     assert end in Text(tmp_path, end_ids=[end]).encode("us")
+
+
+def test_white_space_that_ends_an_answer_stays_text(tmp_path: Path) -> None:
+    tokenizer = byte_fallback()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    end = tokenizer.token_to_id("\n\n")
+    assert end is not None
+    assert end in Text(tmp_path, end_ids=[end]).encode("a\n\nb")
+
+
+def test_special_token_of_one_character_is_refused(tmp_path: Path) -> None:
+    tokenizer = byte_fallback()
+    tokenizer.add_special_tokens(["§"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ModelError, match="one character"):
+        Text(tmp_path, end_ids=[END])
+
+
+def test_lone_surrogate_is_refused(chat: Text) -> None:
+    for special in (False, True):
+        with pytest.raises(RequestError, match="lone surrogate at character 1"):
+            chat.encode("a\udc80", special)
 
 
 def test_bos_once(open_text: Open) -> None:
@@ -213,7 +239,7 @@ def test_unusable_request(open_text: Open, messages: list[Message], match: str) 
 
 @pytest.mark.parametrize("unit", ["a", " ", "<", "é中", "<|im_end|>", "\0", "the cat "])
 def test_a_megabyte(chat: Text, unit: str) -> None:
-    ids = chat.encode_chat(user(unit * (1_000_000 // len(unit))))
+    ids = chat.encode_chat(user(unit * (1_000_000 // len(unit.encode()))))
     assert specials(ids) == [START, END, START]
 
 
@@ -225,7 +251,7 @@ def test_empty_content_with_template(chat: Text) -> None:
     ("template", "error", "match"),
     [
         ("{{ raise_exception('roles must alternate') }}", RequestError, "refuses the request: roles must alternate"),
-        ("{% for %}", ModelError, "chat_template.jinja"),
+        ("{% for %}", ModelError, "Expected"),
         ("{{ nothing.at.all }}", ModelError, "UndefinedError"),
         ("{{ 1 / 0 }}", ModelError, "ZeroDivisionError"),
         ("{{ ''.__class__.__mro__ }}", ModelError, "SecurityError"),
@@ -257,7 +283,7 @@ def test_template_has_what_hugging_face_gives(open_text: Open, tokenizer: Tokeni
 @pytest.mark.parametrize("content", ["", "{", '{"model": {}}'])
 def test_broken_tokenizer_file(tmp_path: Path, content: str) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(ModelError, match="tokenizer.json"):
+    with pytest.raises(ModelError, match=r"tokenizer\.json"):
         Text(tmp_path, end_ids=[])
 
 
