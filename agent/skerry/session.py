@@ -1,0 +1,146 @@
+"""ONNX Runtime sessions of a model folder, with weights in this CPU's own layout mapped from a cache.
+
+ONNX Runtime rearranges ("prepacks") weights for the CPU that it finds, on the heap. Done once and written to
+`cache_dir/packed/<model>/<key>/`, the result is mapped afterwards: file pages that the kernel can drop and that are read
+on demand, instead of anonymous memory, and a faster start. The key names the CPU, the runtime and the weights, so a
+cache that came from elsewhere is never used. A cache that cannot be written, or is torn, costs memory and time only.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+
+from skerry.errors import ModelError
+from skerry.host import Host
+from skerry.modelfile import ModelFolder
+
+log = logging.getLogger(__name__)
+
+_MANIFEST = "packed.json"
+_READ_BYTES = 1 << 20
+
+
+class Sessions:
+    """The body and the head of one model, opened.
+
+    body, head: onnxruntime.InferenceSession; packed: whether their weights are mapped from the cache.
+    """
+
+    def __init__(
+        self, model: ModelFolder, host: Host, *, f32: bool, threads: int, spin: bool, cache_dir: Path | None
+    ) -> None:
+        """threads: 0 is one per core; cache_dir: None keeps the weights on the heap.
+
+        Raises ModelError when ONNX Runtime cannot load the graphs.
+        """
+        self._model, self._threads, self._spin = model, threads or os.cpu_count() or 1, spin
+        stems = {part: f"{part}-f32" if f32 else part for part in ("body", "head")}
+        folder, self.packed = model.path, False
+        if cache_dir is not None and (identity := host.cpu_identity()):
+            key = hashlib.sha256(f"{identity}|{onnxruntime.__version__}|{model.manifest.digest()}".encode()).hexdigest()
+            cache = cache_dir / "packed" / model.path.name / f"{key[:16]}{'-f32' if f32 else ''}"
+            if self._whole(cache) or self._pack(cache, stems):
+                folder, self.packed = cache, True
+        self.body, self.head = (self._open(folder / f"{stem}.onnx", self.packed) for stem in stems.values())
+
+    def _options(self) -> Any:
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = self._threads
+        options.inter_op_num_threads = 1
+        options.log_severity_level = 3
+        entry = options.add_session_config_entry
+        entry("session.intra_op.allow_spinning", "1" if self._spin and self._threads > 1 else "0")
+        entry("session.force_spinning_stop", "1")  # spin inside a run only, never between runs
+        return options
+
+    def _open(self, graph: Path, packed: bool, options: Any = None) -> Any:
+        options = options or self._options()
+        if packed:  # it was optimised when it was written
+            options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        try:
+            return onnxruntime.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # ONNX Runtime's own classes share no base
+            raise ModelError(f"{graph}: ONNX Runtime cannot load it: {error}", "convert the model again") from None
+
+    def _pack(self, cache: Path, stems: dict[str, str]) -> bool:
+        """Write both graphs with prepacked weights, whole or not at all; False where the disk does not let us."""
+        try:
+            cache.parent.mkdir(parents=True, exist_ok=True)
+            partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=cache.parent))
+        except OSError as error:
+            log.warning("weights stay on the heap: %s: %s", error.filename, error.strerror)
+            return False
+        try:
+            for stem in stems.values():
+                options = self._options()
+                options.optimized_model_filepath = str(partial / f"{stem}.onnx")
+                entry = options.add_session_config_entry
+                entry("session.optimized_model_external_initializers_file_name", f"{stem}.bin")
+                entry("session.save_external_prepacked_constant_initializers", "1")
+                self._open(self._model.path / f"{stem}.onnx", False, options)
+                self._check_written(partial / f"{stem}.bin")
+            _write_manifest(partial)
+            shutil.rmtree(cache, ignore_errors=True)  # a torn one
+            partial.rename(cache)
+            _sync(cache.parent)
+        except (OSError, ModelError) as error:
+            # ONNX Runtime reports a full disk as an error of its own; a model that is broken fails again without us.
+            log.warning("weights stay on the heap: %s: %s", cache, error)
+            return False
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+        self._drop_stale(cache)
+        return True
+
+    def _check_written(self, weights: Path) -> None:
+        """Raises OSError where a write was cut short without a word, as on a full disk."""
+        if not weights.is_file() or weights.stat().st_blocks * 512 < weights.stat().st_size:
+            raise OSError(f"{weights.name} was not written whole")
+
+    def _drop_stale(self, cache: Path) -> None:
+        """Remove what other versions left for this model: flash is small."""
+        for other in cache.parent.iterdir():
+            if other.name.split("-")[0] != cache.name.split("-")[0] and not other.name.startswith("."):
+                shutil.rmtree(other, ignore_errors=True)
+
+    def _whole(self, cache: Path) -> bool:
+        """Whether every file has the size and checksum that was written down; reading also warms the page cache."""
+        try:
+            files = json.loads((cache / _MANIFEST).read_text())
+            return all(_checksum(cache / name) == known for name, known in files.items()) and bool(files)
+        except (OSError, ValueError, AttributeError):
+            return False
+
+
+def _write_manifest(folder: Path) -> None:
+    """Checksums of all files, everything durable before the folder gets its name."""
+    files = {file.name: _checksum(file) for file in sorted(folder.iterdir())}
+    (folder / _MANIFEST).write_text(json.dumps(files))
+    for path in (*folder.iterdir(), folder):
+        _sync(path)
+
+
+def _checksum(file: Path) -> list[int]:
+    """[size, crc32]: the cache is our own, so it guards against torn writes and flash faults, not against people."""
+    size = crc = 0
+    with file.open("rb") as stream:
+        while block := stream.read(_READ_BYTES):
+            size += len(block)
+            crc = zlib.crc32(block, crc)
+    return [size, crc]
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
