@@ -1,1 +1,1 @@
-"""Host-side programs: convert a model, fetch the default one, bench and report. Nothing here is installed on a board."""
+"""Host-side programs: fetch and convert a model, bench and report. Nothing here is installed on a board."""

@@ -11,8 +11,8 @@ Rows of a slot, by group of layers (n tokens so far, window w):
 
     full       [0, n)                        row = position; capacity = max_tokens + 1
     sliding    [first, n)                    row = position - first; capacity = w rounded up to 128, + 128
-               first = max(0, n - w + 1) rounded down to 128: a function of n alone, so that a restored slot and one that
-               was prefilled hold the same rows
+               first = max(0, n - w + 1) rounded down to 128: a function of n alone, so that a restored slot and
+               one that was prefilled hold the same rows
 
 The spare row of the full group, and the slack of the sliding one, are where an idle slot inside a batch writes; its
 length does not advance, so the next real token overwrites it.
@@ -93,7 +93,6 @@ class Arena:
         for canary in self._canaries:
             canary[:] = _CANARY
         self._tokens = [0] * layout.slots
-        self._first = {group.name: [0] * layout.slots for group in layout.groups}
 
     def length(self, slot: int) -> int:
         """Tokens in the slot."""
@@ -105,56 +104,50 @@ class Arena:
 
     def rows(self, group: LayerGroup, slot: int) -> int:
         """Rows that the layers of a group hold of the slot."""
-        return self._tokens[slot] - self._first[group.name][slot]
+        length = self._tokens[slot]
+        return length - first_row(group.window, length)
 
     def reserve(self, slot: int, tokens: int) -> None:
-        """Make sure that `tokens` more rows can be written: check the limit, move the rows of sliding layers.
-
-        Raises CapacityError, and changes nothing, when the slot would grow beyond its limit.
-        """
-        length = self._tokens[slot]
+        """Check that `tokens` more rows can be written. Raises CapacityError when the slot would outgrow its limit, or
+        when they would go beyond the block behind the window of a sliding layer (the next 128 always fit up to a
+        multiple of 128)."""
         if tokens > self.room(slot):
             raise CapacityError(
-                f"slot {slot} holds {length} tokens and cannot take {tokens} more",
+                f"slot {slot} holds {self._tokens[slot]} tokens and cannot take {tokens} more",
                 f"the limit is arena.max_tokens: {self.layout.max_tokens}",
             )
         for group in self.layout.groups:
-            first = first_row(group.window, length)
-            if drop := first - self._first[group.name][slot]:
-                keep = length - first
+            if self.rows(group, slot) + tokens > self.layout.capacity(group):
+                raise CapacityError(f"{tokens} rows do not fit behind the window of slot {slot}", "write up to a block")
+
+    def advance(self, slot: int, tokens: int) -> None:
+        """Count rows that were written, and move those of sliding layers so that the next ones fit."""
+        assert 0 <= tokens <= self.room(slot)
+        before = self._tokens[slot]
+        after = self._tokens[slot] = before + tokens
+        for group in self.layout.groups:
+            first = first_row(group.window, after)
+            if drop := first - first_row(group.window, before):
+                keep = after - first
                 for i in group.layers:
                     for array in (self.keys[i], self.values[i]):
                         array[slot, :, :keep] = array[slot, :, drop : drop + keep]
-                self._first[group.name][slot] = first
-            if length + tokens - first > self.layout.capacity(group):
-                raise CapacityError(
-                    f"{tokens} rows do not fit behind the window of slot {slot}", f"write at most {BLOCK} up to a block"
-                )
-
-    def advance(self, slot: int, tokens: int) -> None:
-        """Count rows that were written after `reserve`."""
-        assert 0 <= tokens <= self.room(slot)
-        self._tokens[slot] += tokens
 
     def claim(self, slot: int, length: int) -> None:
         """Count `length` tokens in the slot, whose rows the caller fills (or, to warm up, does not care about)."""
         assert 0 <= length <= self.layout.max_tokens
         self._tokens[slot] = length
-        for group in self.layout.groups:
-            self._first[group.name][slot] = first_row(group.window, length)
 
     def truncate(self, slot: int, length: int) -> int:
         """Forget the last tokens so that at most `length` stay; returns how many do.
 
-        Where a sliding layer has already moved rows out that a shorter slot would need, nothing can stay.
+        Where a sliding layer has already moved rows out that a shorter slot would need, none can stay.
         """
-        assert 0 <= length <= self._tokens[slot]
-        if any(self._first[group.name][slot] > first_row(group.window, length) for group in self.layout.groups):
-            length = 0
-        if length == 0:
-            self.claim(slot, 0)
-        self._tokens[slot] = length
-        return length
+        before = self._tokens[slot]
+        assert 0 <= length <= before
+        kept = all(first_row(group.window, length) == first_row(group.window, before) for group in self.layout.groups)
+        self._tokens[slot] = length if kept else 0
+        return self._tokens[slot]
 
     def check_integrity(self) -> None:
         """Raises SkerryError if memory around an array was overwritten or a count is impossible."""
@@ -163,13 +156,9 @@ class Arena:
                 raise SkerryError(f"the KV arena was overwritten before array {number}", "restart the agent")
         for slot, tokens in enumerate(self._tokens):
             for group in self.layout.groups:
-                held, first = self.rows(group, slot), self._first[group.name][slot]
-                allowed = 0 <= tokens <= self.layout.max_tokens and 0 <= held <= self.layout.capacity(group)
-                if not allowed or first % BLOCK or first > first_row(group.window, tokens):
-                    raise SkerryError(
-                        f"slot {slot} counts {tokens} tokens, {held} rows from {first} in group {group.name}",
-                        "restart the agent",
-                    )
+                # One row is always spare: an idle slot inside a batch writes there.
+                if not 0 <= tokens <= self.layout.max_tokens or self.rows(group, slot) >= self.layout.capacity(group):
+                    raise SkerryError(f"slot {slot} counts an impossible {tokens} tokens", "restart the agent")
 
 
 def first_row(window: int, length: int) -> int:

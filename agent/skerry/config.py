@@ -46,8 +46,12 @@ class Model(Struct, frozen=True, kw_only=True):
         bool, Meta(description="Keep the weights in cache_dir in this CPU's own layout, so that later starts map them.")
     ] = True
     cache_dir: Annotated[
-        str, Meta(min_length=1, description="Directory for what can be computed again, like prepacked weights.")
-    ] = "/var/cache/skerry"
+        Text | None,
+        Meta(
+            description="Directory for what can be computed again, like prepacked weights; null takes the service's "
+            "own (/var/cache/skerry), or ~/.cache/skerry."
+        ),
+    ] = None
 
 
 class Arena(Struct, frozen=True, kw_only=True):
@@ -65,7 +69,7 @@ class Chat(Struct, frozen=True, kw_only=True):
 
     system_prompt: Annotated[
         str, Meta(description="Instructions put before every conversation; empty leaves them to the model's template.")
-    ] = ""
+    ] = "You answer questions briefly and correctly."
     max_tokens: Annotated[int, Meta(ge=1, le=1_048_576, description="Tokens after which an answer is cut off.")] = 512
     stop: Annotated[tuple[Text, ...], Meta(description="An answer ends before any of these texts.")] = ()
 

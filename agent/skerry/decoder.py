@@ -14,6 +14,8 @@ from skerry.modelfile import ModelFolder
 from skerry.runner import F32, Runner
 from skerry.session import Sessions
 
+Ids = npt.NDArray[np.int64]
+
 
 class Decoder:
     """One model over one arena."""
@@ -34,7 +36,7 @@ class Decoder:
             logits_rows=logits_rows,
         )
 
-    def prefill(self, slot: int, tokens: Sequence[int], logits: int = 1) -> F32:
+    def prefill(self, slot: int, tokens: Sequence[int] | Ids, logits: int = 1) -> F32:
         """Append up to 128 tokens to a slot; returns the logits of the last rows, [logits, vocab_size].
 
         Raises CapacityError, with nothing changed, when they do not fit.

@@ -1,9 +1,9 @@
-"""The model: token ids in, logits out, over keys and values that someone else counts. Knows no text, and not why a token
-is run.
+"""The model: token ids in, logits out, over keys and values that someone else counts. Knows no text, and not why a
+token is run.
 
-Everything that ONNX Runtime sees is bound once and its contents changed in place: the arena as past and present of every
-layer, small arrays of lengths and positions, rows in and out. Only a prefill chunk of another length binds its row
-arrays again. The names are those of the graphs that tools/convert writes (its graph.py lists them).
+Everything that ONNX Runtime sees is bound once and its contents changed in place: the arena as past and present of
+every layer, small arrays of lengths and positions, rows in and out. Only a prefill chunk of another length binds its
+row arrays again. The names are those of the graphs that tools/convert writes (its graph.py lists them).
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,9 +1,9 @@
 """ONNX Runtime sessions of a model folder, with weights in this CPU's own layout mapped from a cache.
 
 ONNX Runtime rearranges ("prepacks") weights for the CPU that it finds, on the heap. Done once and written to
-`cache_dir/packed/<model>/<key>/`, the result is mapped afterwards: file pages that the kernel can drop and that are read
-on demand, instead of anonymous memory, and a faster start. The key names the CPU, the runtime and the weights, so a
-cache that came from elsewhere is never used. A cache that cannot be written, or is torn, costs memory and time only.
+`cache_dir/packed/<model>/<key>/`, the result is mapped afterwards: file pages that the kernel can drop and that are
+read on demand, instead of anonymous memory, and a faster start. The key names the CPU, the runtime and the weights, so
+a cache that came from elsewhere is never used. A cache that cannot be written, or is torn, costs memory and time only.
 """
 
 import hashlib

@@ -11,6 +11,7 @@ The GGUF layouts are those of ggml's ggml-common.h and ggml-quants.c.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ from gguf.quants import dequantize
 from skerry.errors import ModelError
 from skerry.modelfile import QUANT_BLOCK
 
+Array = npt.NDArray[Any]
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
 
@@ -42,7 +44,7 @@ class Blocks:
 
     @property
     def k(self) -> int:
-        return self.q.shape[1] * QUANT_BLOCK
+        return int(self.q.shape[1]) * QUANT_BLOCK
 
     def dequantised(self) -> F32:
         """[n, k] f32."""
@@ -54,7 +56,10 @@ class Blocks:
 
     def packed(self) -> U8:
         """MatMulNBits' B: [n, k / 32, 16 or 32], of 4-bit values the even one in the low half of a byte."""
-        return self.q if self.bits == 8 else self.q[..., 0::2] | self.q[..., 1::2] << 4
+        if self.bits == 8:
+            return self.q
+        low, high = self.q[..., 0::2], self.q[..., 1::2]
+        return low | (high << np.uint8(4))
 
     def as_8_bit(self) -> "Blocks":
         """The same numbers with 8-bit values."""
@@ -63,11 +68,14 @@ class Blocks:
     def interleaved_to_halves(self, heads: int) -> "Blocks":
         """Reorder the rows of a query or key projection from GGUF's rotary form (pairs) to halves."""
 
-        def reorder(a: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+        def reorder(a: Array) -> Array:
             return a.reshape(heads, -1, 2, *a.shape[1:]).swapaxes(1, 2).reshape(a.shape)
 
         return Blocks(
-            self.bits, reorder(self.q), reorder(self.scale), None if self.offset is None else reorder(self.offset)  # type: ignore[arg-type]
+            self.bits,
+            reorder(self.q),
+            reorder(self.scale),
+            None if self.offset is None else reorder(self.offset),
         )
 
 
@@ -78,9 +86,7 @@ def stacked(parts: list[Blocks]) -> Blocks:
     offset = None
     if any(part.offset is not None for part in parts):
         offset = np.concatenate([np.zeros_like(p.scale) if p.offset is None else p.offset for p in parts])
-    return Blocks(
-        parts[0].bits, np.concatenate([p.q for p in parts]), np.concatenate([p.scale for p in parts]), offset
-    )
+    return Blocks(parts[0].bits, np.concatenate([p.q for p in parts]), np.concatenate([p.scale for p in parts]), offset)
 
 
 def quantise_8_bit(w: F32) -> Blocks:
@@ -91,7 +97,7 @@ def quantise_8_bit(w: F32) -> Blocks:
     return Blocks(8, (np.rint(blocks * inverse[..., None]) + 128).astype(np.uint8), scale)
 
 
-def from_gguf(kind: GGMLQuantizationType, data: npt.NDArray[np.generic], k: int, name: str) -> Blocks:
+def from_gguf(kind: GGMLQuantizationType, data: Array, k: int, name: str) -> Blocks:
     """A GGUF tensor as blocks: Q8_0, Q5_0, Q4_0, Q4_1 and Q4_K without loss, all else rounded to 8 bits.
 
     data: the tensor's bytes [n, bytes per row] uint8, or its [n, k] values for float types.
@@ -105,7 +111,9 @@ def from_gguf(kind: GGMLQuantizationType, data: npt.NDArray[np.generic], k: int,
     try:
         return quantise_8_bit(dequantize(data, kind).reshape(len(data), k))
     except NotImplementedError:
-        raise ModelError(f"tensor {name}: type {kind.name} is not supported", "use a Q8_0, Q4_K_M or F16 file") from None
+        raise ModelError(
+            f"tensor {name}: type {kind.name} is not supported", "use a Q8_0, Q4_K_M or F16 file"
+        ) from None
 
 
 def _half(raw: U8) -> F32:
@@ -126,7 +134,7 @@ def _q8_0(raw: U8) -> Blocks:
 def _q5_0(raw: U8) -> Blocks:
     block = raw.reshape(len(raw), -1, 22)
     fifth = np.unpackbits(block[..., 2:6], axis=-1, bitorder="little")
-    return Blocks(8, (_nibbles(block[..., 6:]) | fifth << 4) + np.uint8(128 - 16), _half(block[..., :2]))
+    return Blocks(8, (_nibbles(block[..., 6:]) | (fifth << np.uint8(4))) + np.uint8(128 - 16), _half(block[..., :2]))
 
 
 def _q4_0(raw: U8) -> Blocks:

@@ -122,7 +122,8 @@ class Tensors:
 
         q_rows, kv_rows = g.heads * g.head_size, g.kv_heads * g.head_size
         q, k, v = (
-            self.blocks(name(part), rows, g.hidden_size) for part, rows in (("q", q_rows), ("k", kv_rows), ("v", kv_rows))
+            self.blocks(name(part), rows, g.hidden_size)
+            for part, rows in (("q", q_rows), ("k", kv_rows), ("v", kv_rows))
         )
         biases = [
             self.optional(name(f"{part}_bias"), rows) for part, rows in (("q", q_rows), ("k", kv_rows), ("v", kv_rows))
@@ -147,9 +148,7 @@ class Tensors:
             attention_out_bias=self.optional(name("attention_out_bias"), g.hidden_size),
             post_attention_norm=optional_norm("post_attention_norm", g.hidden_size),
             ffn_norm=norm("ffn_norm", g.hidden_size),
-            gate_up=stacked(
-                [self.blocks(name(part), g.intermediate_size, g.hidden_size) for part in ("gate", "up")]
-            ),
+            gate_up=stacked([self.blocks(name(part), g.intermediate_size, g.hidden_size) for part in ("gate", "up")]),
             down=self.blocks(name("down"), g.hidden_size, g.intermediate_size),
             post_ffn_norm=optional_norm("post_ffn_norm", g.hidden_size),
         )
@@ -181,7 +180,11 @@ def check_geometry(g: Geometry) -> None:
 
 
 def layer_groups(
-    layers: int, window: int, sliding: Callable[[int], bool], full_rope: tuple[float, tuple[float, ...]], local_base: float
+    layers: int,
+    window: int,
+    sliding: Callable[[int], bool],
+    full_rope: tuple[float, tuple[float, ...]],
+    local_base: float,
 ) -> tuple[LayerGroup, ...]:
     """The full group and, where layers have a window, the sliding one; empty groups are left out."""
     by_kind = {kind: tuple(i for i in range(layers) if (window > 0 and sliding(i)) == kind) for kind in (False, True)}

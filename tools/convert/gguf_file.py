@@ -118,7 +118,7 @@ def _checkpoint(
     groups = layer_groups(
         geometry.layers,
         window,
-        (lambda i: (i + 1) % GEMMA3_PATTERN != 0) if gemma else (lambda i: True),
+        (lambda i: (i + 1) % GEMMA3_PATTERN != 0) if gemma else (lambda _: True),
         (float(key("rope.freq_base", 10_000.0)), _rope_factors(fields, family, table, head_size)),
         GEMMA3_LOCAL_BASE if gemma else float(key("rope.freq_base", 10_000.0)),
     )
@@ -164,7 +164,9 @@ def _tokens(fields: dict[str, Any]) -> Tokens:
     bos = fields.get("tokenizer.ggml.bos_token_id")
     # llama.cpp's default: a SentencePiece vocabulary wants a BOS, a byte-level one does not.
     add_bos = bool(fields.get("tokenizer.ggml.add_bos_token", fields.get("tokenizer.ggml.model") == "llama"))
-    return Tokens(bos=bos, add_bos=add_bos and bos is not None, end=tuple(sorted({int(t) for t in end if t is not None})))
+    return Tokens(
+        bos=bos, add_bos=add_bos and bos is not None, end=tuple(sorted({int(t) for t in end if t is not None}))
+    )
 
 
 def _sha256(path: Path) -> str:

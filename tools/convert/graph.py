@@ -163,7 +163,9 @@ class _Graph:
         correction = self.node("MatMul", [sums, offset.name], f"{name}.correction")
         return self.node("Add", [quantised, correction], name)
 
-    def model(self, name: str, inputs: list[onnx.ValueInfoProto], outputs: list[onnx.ValueInfoProto]) -> onnx.ModelProto:
+    def model(
+        self, name: str, inputs: list[onnx.ValueInfoProto], outputs: list[onnx.ValueInfoProto]
+    ) -> onnx.ModelProto:
         graph = helper.make_graph(self.nodes, name, inputs, outputs, list(self.initializers.values()))
         opsets = [helper.make_opsetid(domain, version) for domain, version in OPSETS]
         return helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION, producer_name="skerry")

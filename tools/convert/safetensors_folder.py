@@ -87,7 +87,7 @@ def _checkpoint(path: Path, config: dict[str, Any], licence: str) -> Checkpoint:
     files = sorted(path.glob("*.safetensors"))
     if not files:
         raise ModelError("no *.safetensors here")
-    where = {name: file for file in files for name in _open(file).keys()}  # noqa: SIM118: not a mapping
+    where = {name: file for file in files for name in _open(file).keys()}  # noqa: SIM118
     shapes = {name: tuple(_open(file).get_slice(name).get_shape()) for name, file in where.items()}
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     geometry = Geometry(
@@ -212,7 +212,7 @@ def _tokens(config: dict[str, Any], generation: dict[str, Any], tokenizer: dict[
     end: set[int] = set()
     for document in (config, generation):
         found = document.get("eos_token_id")
-        end |= set(found) if isinstance(found, list) else {found} - {None}
+        end |= set(found) if isinstance(found, list) else set() if found is None else {int(found)}
     bos = config.get("bos_token_id")
     add_bos = bool(tokenizer.get("add_bos_token", False)) and bos is not None
     return Tokens(bos=bos, add_bos=add_bos, end=tuple(sorted(end)))

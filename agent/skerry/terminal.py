@@ -1,0 +1,59 @@
+"""The terminal of a person: streamed text, and a status line at the bottom that stays while text scrolls above it.
+
+Control sequences are those of ECMA-48 and DEC's VT100 (DECSTBM sets the scrolling region). Without a terminal, or with
+TERM=dumb, the status is left out and only the text remains.
+"""
+
+import os
+import shutil
+import sys
+from types import TracebackType
+
+_ESC = "\x1b"
+
+
+class Terminal:
+    """Use as a context manager, which gives the terminal back as it was."""
+
+    def __init__(self) -> None:
+        self._live = sys.stdout.isatty() and sys.stdin.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        self._lines = 0
+        self._status = ""
+
+    def __enter__(self) -> "Terminal":
+        self.status("")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live:
+            self._put(f"{_ESC}7{_ESC}[r{_ESC}[{self._lines};1H{_ESC}[2K{_ESC}8")
+
+    def write(self, text: str) -> None:
+        """Show text of the model: control characters in it must not drive the terminal."""
+        self._put("".join(c if c in "\n\t" or c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text))
+
+    def line(self, text: str) -> None:
+        """A line of our own."""
+        self._put(text + "\n")
+
+    def read(self, prompt: str) -> str:
+        """A line that the person types. Raises EOFError at Ctrl-D, KeyboardInterrupt at Ctrl-C."""
+        self.status(self._status)
+        return input(prompt if self._live else "")
+
+    def status(self, text: str) -> None:
+        """Replace the status line."""
+        self._status = text
+        if not self._live:
+            return
+        columns, lines = shutil.get_terminal_size()
+        if lines != self._lines:  # new, or the window changed: room for the line, then keep it out of the scrolling
+            self._lines = lines
+            self._put(f"\n{_ESC}[A{_ESC}7{_ESC}[1;{lines - 1}r{_ESC}8")
+        self._put(f"{_ESC}7{_ESC}[{lines};1H{_ESC}[2K{_ESC}[7m {text[: columns - 2]:<{columns - 2}} {_ESC}[0m{_ESC}8")
+
+    def _put(self, text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
