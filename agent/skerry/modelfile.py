@@ -159,7 +159,7 @@ class Embedding:
         self._scales = table[quants:].view(np.float32).reshape(geometry.vocab_size, blocks, 1)
         self._scale = np.float32(manifest.embedding_scale)
 
-    def rows(self, tokens: npt.ArrayLike, out: npt.NDArray[np.float32]) -> None:
+    def rows(self, tokens: npt.NDArray[np.int64], out: npt.NDArray[np.float32]) -> None:
         """Write the embeddings of `tokens` [n] into `out` [n, hidden_size] f32."""
         wide = out.reshape(len(out), -1, QUANT_BLOCK)
         np.subtract(self._quants[tokens], np.float32(128), out=wide, dtype=np.float32)

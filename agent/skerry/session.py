@@ -86,7 +86,6 @@ class Sessions:
                 entry("session.optimized_model_external_initializers_file_name", f"{stem}.bin")
                 entry("session.save_external_prepacked_constant_initializers", "1")
                 self._open(self._model.path / f"{stem}.onnx", False, options)
-                self._check_written(partial / f"{stem}.bin")
             _write_manifest(partial)
             shutil.rmtree(cache, ignore_errors=True)  # a torn one
             partial.rename(cache)
@@ -99,11 +98,6 @@ class Sessions:
             shutil.rmtree(partial, ignore_errors=True)
         self._drop_stale(cache)
         return True
-
-    def _check_written(self, weights: Path) -> None:
-        """Raises OSError where a write was cut short without a word, as on a full disk."""
-        if not weights.is_file() or weights.stat().st_blocks * 512 < weights.stat().st_size:
-            raise OSError(f"{weights.name} was not written whole")
 
     def _drop_stale(self, cache: Path) -> None:
         """Remove what other versions left for this model: flash is small."""

@@ -3,7 +3,6 @@
 import ctypes
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -229,11 +228,9 @@ def test_a_slot_filled_from_another_goes_on_the_same_way(length, open_decoder):
     decoder = open_decoder("gemma3", slots=2)
     arena = decoder.arena
     fill(decoder, 0, some_tokens(length))
-    arena.reserve(0, 0)
     arena.claim(1, length)
     for group in arena.layout.groups:
         rows = arena.rows(group, 0)
-        assert rows == arena.rows(group, 1) == length - first_row(group.window, length)
         for i in group.layers:
             for table in (arena.keys[i], arena.values[i]):
                 table[1, :, :rows] = table[0, :, :rows]
@@ -246,7 +243,7 @@ def test_a_slot_filled_from_another_goes_on_the_same_way(length, open_decoder):
 def test_first_row_keeps_what_a_query_sees_and_little_more(window, length):
     first = first_row(window, length)
     assert first % BLOCK == 0
-    assert first <= max(0, length - window + 1) < first + BLOCK or first == 0
+    assert first <= max(0, length - window + 1) < first + BLOCK
     assert first <= first_row(window, length + 1)
     assert first_row(0, length) == 0
 
@@ -258,7 +255,7 @@ def test_a_chunk_up_to_the_next_block_always_fits(window, max_tokens, chunks):
         n = next_chunk(arena.length(0), min(pending, arena.room(0)))
         arena.reserve(0, n)
         arena.advance(0, n)
-        assert arena.length(0) - arena.rows(arena.layout.groups[0], 0) <= first_row(window, arena.length(0))
+        assert arena.rows(arena.layout.groups[0], 0) == arena.length(0) - first_row(window, arena.length(0))
         arena.check_integrity()
 
 
@@ -322,20 +319,5 @@ def test_the_runner_refuses_rows_beyond_the_capacity(tiny_models):
 
 def test_an_arena_that_cannot_be_had(tiny_model):
     manifest = ModelFolder(tiny_model).manifest
-    with pytest.raises(CapacityError, match="lower arena.max_tokens"):
+    with pytest.raises(CapacityError, match="cannot be allocated"):
         Arena(Layout(manifest.geometry, manifest.groups, 64, 10**12))
-
-
-def test_packed_weights_compute_the_same(tiny_model: Path, tmp_path: Path):
-    """Made at the first start, mapped at the second, made again when torn."""
-    model = ModelFolder(tiny_model)
-    results = []
-    for cache in (None, tmp_path, tmp_path):
-        sessions = Sessions(model, Host(), f32=False, threads=1, spin=False, cache_dir=cache)
-        assert sessions.packed == (cache is not None)
-        arena = Arena(Layout(model.manifest.geometry, model.manifest.groups, 1, 300), lock=False)
-        results.append(fill(Decoder(model, sessions, arena, BLOCK), 0, some_tokens(200)))
-        for file in tmp_path.rglob("*.bin"):
-            file.write_bytes(file.read_bytes()[:-1])
-    assert np.array_equal(results[0], results[1])
-    assert np.array_equal(results[0], results[2])

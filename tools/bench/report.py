@@ -57,7 +57,7 @@ def middle(values: Sequence[float]) -> float | None:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Plain text, aligned; a name that repeats is printed once."""
+    """Plain text, aligned; a name and its value are printed once for several peers."""
     cells = [("", "ours", "", "peer", "", "ratio")]
     last = ""
     for row in rows:
@@ -66,7 +66,7 @@ def table(rows: Sequence[Row]) -> str:
         value = _number(row.value) if name else ""
         peer_value = _number(row.peer_value) if row.peer else ""
         ratio = _number(row.ratio) if row.peer else ""
-        cells.append((name, value, row.unit, row.peer or "", peer_value, ratio))
+        cells.append((name, value, row.unit if name else "", row.peer or "", peer_value, ratio))
     widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
     right = {1, 4, 5}
     return "\n".join(

@@ -7,7 +7,7 @@ from pathlib import Path
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, LlamaFileType
 from gguf.quants import dequantize, quantize
 
-_FOUR_BITS = ("Q4_1", "Q4_K")
+FOUR_BITS = ("Q4_1", "Q4_K")
 
 
 def sha256(path: Path) -> str:
@@ -39,7 +39,7 @@ def q4_0(source: Path, folder: Path) -> Path:
             )
     for tensor in reader.tensors:
         data, kind = tensor.data, tensor.tensor_type
-        if kind.name in _FOUR_BITS:
+        if kind.name in FOUR_BITS:
             data, kind = quantize(dequantize(data, kind), GGMLQuantizationType.Q4_0), GGMLQuantizationType.Q4_0
         writer.add_tensor(tensor.name, data, raw_dtype=kind)
     writer.write_header_to_file()
