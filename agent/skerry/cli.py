@@ -11,7 +11,7 @@ import msgspec
 
 from skerry import __version__
 from skerry.config import Config, Paths, changes, dump, load_with_origins
-from skerry.core import Done, Event, Message, Reason, Request, Result, Role, Token
+from skerry.core import Done, Message, Reason, Request, Result, Role
 from skerry.daemon import build_engine
 from skerry.engine import Engine
 from skerry.errors import ConfigError, SkerryError
@@ -143,6 +143,7 @@ def _chat(options: argparse.Namespace) -> int:
     with Terminal() as terminal:
         terminal.status("loading the model ...")
         engine = build_engine(config, Host())
+        terminal.catch_interrupts()
         terminal.line("Type a question; /help for more.")
         terminal.status(_arena_status(engine))
         history: list[Message] = []
@@ -185,23 +186,20 @@ def _answer(engine: Engine, request: Request, terminal: Terminal) -> Result:
     number = engine.add(request)
     begin = shown = time.monotonic()
     count = 0
-    events: list[Event] = []
     while True:
-        try:
-            events = engine.step()
-            for event in events:
-                if isinstance(event, Done):
-                    terminal.line("")
-                    terminal.status(_result_status(engine, event.result))
-                    if event.error:
-                        raise SkerryError(event.error)
-                    return event.result
-                count += isinstance(event, Token)
-                terminal.write(event.text)
-            if (now := time.monotonic()) - shown > _STATUS_PERIOD_S:
-                shown = now
-                terminal.status(f"{count} pieces, {now - begin:.1f} s | {_arena_status(engine)}")
-        except KeyboardInterrupt:
+        for event in engine.step():
+            if isinstance(event, Done):
+                terminal.line("")
+                terminal.status(_result_status(engine, event.result))
+                if event.error:
+                    raise SkerryError(event.error)
+                return event.result
+            count += 1
+            terminal.write(event.text)
+        if (now := time.monotonic()) - shown > _STATUS_PERIOD_S:
+            shown = now
+            terminal.status(f"{count} pieces, {now - begin:.1f} s | {_arena_status(engine)}")
+        if terminal.interrupted():
             engine.cancel(number)
 
 

@@ -6,8 +6,9 @@ TERM=dumb, the status is left out and only the text remains.
 
 import os
 import shutil
+import signal
 import sys
-from types import TracebackType
+from types import FrameType, TracebackType
 
 _ESC = "\x1b"
 
@@ -19,6 +20,8 @@ class Terminal:
         self._live = sys.stdout.isatty() and sys.stdin.isatty() and os.environ.get("TERM", "dumb") != "dumb"
         self._lines = 0
         self._status = ""
+        self._reading = False
+        self._interrupted = False
 
     def __enter__(self) -> "Terminal":
         self.status("")
@@ -38,10 +41,30 @@ class Terminal:
         """A line of our own."""
         self._put(text + "\n")
 
+    def catch_interrupts(self) -> None:
+        """From now on Ctrl-C interrupts `read` only; elsewhere it is kept for `interrupted` to tell."""
+
+        def note(_signal: int, _frame: FrameType | None) -> None:
+            if self._reading:
+                raise KeyboardInterrupt
+            self._interrupted = True
+
+        signal.signal(signal.SIGINT, note)
+
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C was pressed since this was last asked."""
+        pressed, self._interrupted = self._interrupted, False
+        return pressed
+
     def read(self, prompt: str) -> str:
         """A line that the person types. Raises EOFError at Ctrl-D, KeyboardInterrupt at Ctrl-C."""
         self.status(self._status)
-        return input(prompt if self._live else "")
+        self._interrupted = False
+        try:
+            self._reading = True
+            return input(prompt if self._live else "")
+        finally:
+            self._reading = False
 
     def status(self, text: str) -> None:
         """Replace the status line."""

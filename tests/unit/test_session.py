@@ -108,9 +108,7 @@ def test_a_full_or_read_only_disk_costs_memory_only(model: ModelFolder, tmp_path
         subprocess.run(["umount", "--lazy", disk], check=True)
 
 
-def test_weights_packed_for_another_cpu_or_model_are_not_used(
-    model: ModelFolder, tiny_models, tmp_path: Path
-) -> None:
+def test_weights_packed_for_another_cpu_or_model_are_not_used(model: ModelFolder, tiny_models, tmp_path: Path) -> None:
     open_sessions(model, tmp_path / "cache")
     ours = only_cache(tmp_path / "cache")
     (tmp_path / "root/proc").mkdir(parents=True)

@@ -1,13 +1,17 @@
 """How far our decode is from what the memory allows, and what Python itself takes of a token."""
 
 import time
+from functools import partial
+from statistics import median
 from typing import Any
 
 import numpy as np
 
 from skerry.modelfile import EMBEDDING, Manifest
 from tools.bench.ours import Skerry, open_sessions
-from tools.bench.report import Outcome, Row, middle
+from tools.bench.picture import colour
+from tools.bench.question import OURS
+from tools.bench.report import Outcome, Panel, Row, middle
 from tools.bench.setting import Setting, progress
 
 _N = 64  # few rows of keys and values: nearly all that a token reads is weights
@@ -44,8 +48,13 @@ def measure(setting: Setting) -> Outcome:
         tokens.append(ours.decode_ms(_N, _STEPS))
         own.append(tokens[-1] - (sum(part.seconds for part in parts) - before) / _STEPS * 1e3)
     floors = [weights / rate * 1e3 for rate in rates]
+    parts_ms = {
+        "weights at the bandwidth's limit": median(floors),
+        "the runtime beyond that": median(tokens) - median(floors) - median(own),
+        "Python": median(own),
+    }
     return Outcome(
-        [
+        rows=[
             Row("memory bandwidth, 1 thread reading", middle([rate / 1e9 for rate in rates]), "GB/s"),
             Row("weights read per token", middle([weights / 1e6]), "MB"),
             Row("token at the bandwidth's limit", middle(floors), "ms/token"),
@@ -60,7 +69,8 @@ def measure(setting: Setting) -> Outcome:
                 middle([part / token * 100 for part, token in zip(own, tokens, strict=True)]),
                 "%",
             ),
-        ]
+        ],
+        panels=[Panel(f"Our token, ms (1 thread, n={_N})", partial(_draw_parts, parts_ms))],
     )
 
 
@@ -75,3 +85,9 @@ def _read_rate(array: np.ndarray[Any, np.dtype[np.uint64]]) -> float:
     start = time.perf_counter()
     np.bitwise_or.reduce(array)
     return array.nbytes / (time.perf_counter() - start)
+
+
+def _draw_parts(parts_ms: dict[str, float], axes: Any) -> None:
+    drawn = axes.bar(list(parts_ms), list(parts_ms.values()), 0.6, color=colour(OURS))
+    axes.bar_label(drawn, fmt="{:.2f}")
+    axes.margins(y=0.1)

@@ -69,7 +69,8 @@ def _draw_kinds(found: dict[str, Memory], axes: Any) -> None:
         drawn = axes.bar(places, heights, 0.6, base, label=kind, color=shade)
         axes.bar_label(drawn, fmt="{:.0f}", fontsize="x-small", label_type="center")
         base += heights
-    axes.plot(places, [memory.peak / _MB for memory in found.values()], "k_", markersize=40, label="peak so far")
+    peaks = [memory.peak / _MB for memory in found.values()]
+    axes.hlines(peaks, places - 0.4, places + 0.4, color="black", label="peak")
     axes.set_xticks(places, [label.replace(", ", "\n").replace(" (", "\n(") for label in found], fontsize="x-small")
     axes.margins(y=0.25)
     axes.legend(fontsize="x-small", loc="upper left")

@@ -18,7 +18,7 @@ def sha256(path: Path) -> str:
 def main_kind(path: Path) -> str:
     """The type of most matrices of a GGUF file, as `Q4_1`."""
     kinds = Counter(tensor.tensor_type.name for tensor in GGUFReader(path).tensors if len(tensor.shape) > 1)
-    return kinds.most_common(1)[0][0]
+    return str(kinds.most_common(1)[0][0])
 
 
 def q4_0(source: Path, folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""From the start of a process to its first token: imports, model, warm-up, a short question; files in the page cache."""
+"""From the start of a process to its first token: imports, model, warm-up, short question; files in the page cache."""
 
 from tools.bench.child import spawn
 from tools.bench.jobs import Jobs

@@ -93,8 +93,10 @@ def quantise_8_bit(w: F32) -> Blocks:
     """[n, k] f32 to symmetric 8-bit blocks, rounded to nearest. k must be a multiple of 32."""
     blocks = np.ascontiguousarray(w, np.float32).reshape(len(w), -1, QUANT_BLOCK)
     scale = np.abs(blocks).max(-1) / np.float32(127)
+    scale[scale < np.finfo(np.float32).tiny] = 0  # too small to divide by
     inverse = np.divide(1, scale, out=np.zeros_like(scale), where=scale > 0)
-    return Blocks(8, (np.rint(blocks * inverse[..., None]) + 128).astype(np.uint8), scale)
+    with np.errstate(invalid="ignore"):  # numbers that are not finite stay so in `scale`, where Tensors finds them
+        return Blocks(8, (np.rint(blocks * inverse[..., None]) + 128).astype(np.uint8), scale)
 
 
 def from_gguf(kind: GGMLQuantizationType, data: Array, k: int, name: str) -> Blocks:

@@ -95,17 +95,18 @@ class Tensors:
 
     def blocks(self, name: str, rows: int, columns: int) -> Blocks:
         self._take(name, (rows, columns))
-        return self.matrix(name)
+        matrix = self.matrix(name)
+        _check_finite(name, matrix.scale, matrix.offset)
+        return matrix
 
     def optional(self, name: str, size: int) -> F32 | None:
-        if name not in self.available:
-            return None
-        self._take(name, (size,))
-        return np.ascontiguousarray(self.vector(name), np.float32)
+        return self.required(name, size) if name in self.available else None
 
     def required(self, name: str, size: int) -> F32:
         self._take(name, (size,))
-        return np.ascontiguousarray(self.vector(name), np.float32)
+        vector = np.ascontiguousarray(self.vector(name), np.float32)
+        _check_finite(name, vector)
+        return vector
 
     def layer(self, i: int, g: Geometry, interleaved: bool) -> Layer:
         """interleaved: q and k rows are in GGUF's order of rotary pairs."""
@@ -162,6 +163,11 @@ class Tensors:
             raise ModelError(
                 f"{len(left)} tensors are not understood, such as {left[0]}", "this variant of the model is unsupported"
             )
+
+
+def _check_finite(name: str, *parts: F32 | None) -> None:
+    if not all(part is None or np.isfinite(part).all() for part in parts):
+        raise ModelError(f"tensor {name} holds numbers that are not finite", "the file is damaged: download it again")
 
 
 def check_geometry(g: Geometry) -> None:

@@ -64,7 +64,7 @@ def convert(source: Path, target: Path, name: str = "", licence: str = "", url: 
 
 
 def _write_graphs(checkpoint: Checkpoint, folder: Path, source: Path) -> None:
-    layers = tqdm(range(checkpoint.geometry.layers), desc=f"convert {source.name}", unit="layer")
+    layers = tqdm(range(checkpoint.geometry.layers), desc=f"convert {source.name}", unit="layer", disable=None)
     weights = graph.WeightFile(folder / "body.bin")
     body = graph.body(checkpoint, weights, layers)
     weights.close()
