@@ -8,7 +8,11 @@ import os
 import shutil
 import signal
 import sys
+from contextlib import suppress
 from types import FrameType, TracebackType
+
+with suppress(ImportError):  # line editing and history for input(); a minimal image may leave it out
+    import readline  # noqa: F401
 
 _ESC = "\x1b"
 
