@@ -74,6 +74,104 @@ class Chat(Struct, frozen=True, kw_only=True):
     stop: Annotated[tuple[Text, ...], Meta(description="An answer ends before any of these texts.")] = ()
 
 
+class Service(Struct, frozen=True, kw_only=True):
+    """How much is taken on at once, and from whom."""
+
+    node: (
+        Annotated[
+            Text, Meta(max_length=64, description="The board's name in topics and status; null is the host name.")
+        ]
+        | None
+    ) = None
+    queue: Annotated[int, Meta(ge=1, le=1024, description="Requests that may wait; one more is told to retry.")] = 16
+    per_client: Annotated[int, Meta(ge=1, le=64, description="Requests that one client may have at a time.")] = 4
+    sessions: Annotated[
+        int, Meta(ge=1, le=1024, description="Conversations that are remembered; the oldest idle one makes room.")
+    ] = 32
+    prompt_bytes: Annotated[int, Meta(ge=256, le=1_048_576, description="Bytes of text in one question.")] = 32_768
+    drain_s: Annotated[
+        float, Meta(ge=0, le=300, description="Seconds that answers under way get to finish when the service stops.")
+    ] = 10.0
+    log_text: Annotated[
+        bool, Meta(description="Write questions and answers to the log; leave it off where people's words are private.")
+    ] = False
+
+
+class Parity(StrEnum):
+    NONE = "none"
+    EVEN = "even"
+    ODD = "odd"
+
+
+class Flow(StrEnum):
+    NONE = "none"
+    RTSCTS = "rtscts"
+    XONXOFF = "xonxoff"
+
+
+class Port(Struct, frozen=True, kw_only=True):
+    """One serial port."""
+
+    device: Annotated[str, Meta(min_length=1, description="Device, such as /dev/ttyS4 or /dev/serial/by-id/...")]
+    baud: Annotated[int, Meta(ge=300, le=4_000_000, description="Bits per second.")] = 115_200
+    parity: Annotated[Parity, Meta(description="Parity bit.")] = Parity.NONE
+    flow: Annotated[Flow, Meta(description="Flow control: by lines, by characters, or none.")] = Flow.NONE
+
+
+class Serial(Struct, frozen=True, kw_only=True):
+    """Serial ports on which people and programs talk to the board."""
+
+    ports: Annotated[
+        tuple[Port, ...], Meta(description="The ports; one that is absent is opened when it appears.")
+    ] = ()
+    line_bytes: Annotated[int, Meta(ge=256, le=1_048_576, description="Longest line that is taken.")] = 65_536
+    buffer_bytes: Annotated[
+        int, Meta(ge=4096, le=16_777_216, description="Output kept for a peer that stops reading, before answers end.")
+    ] = 262_144
+
+
+class Mqtt(Struct, frozen=True, kw_only=True):
+    """The MQTT 5 broker through which the board is asked."""
+
+    url: (
+        Annotated[Text, Meta(description="mqtt://host[:port] or mqtts://host[:port]; null does without MQTT.")] | None
+    ) = None
+    client_id: Annotated[Text, Meta(description="Client identifier; null is skerry- and the node's name.")] | None = (
+        None
+    )
+    username: Annotated[Text, Meta(description="User name at the broker.")] | None = None
+    password_file: (
+        Annotated[Text, Meta(description="File that holds the password; only its owner may be able to read it.")] | None
+    ) = None
+    ca_file: Annotated[Text, Meta(description="Certificates to trust; null is the system's.")] | None = None
+    cert_file: (
+        Annotated[Text, Meta(description="The board's own certificate, for brokers that ask for one.")] | None
+    ) = None
+    key_file: Annotated[Text, Meta(description="Key of cert_file; only its owner may be able to read it.")] | None = (
+        None
+    )
+    qos: Annotated[int, Meta(ge=0, le=2, description="Quality of service of subscriptions and answers.")] = 1
+    keepalive_s: Annotated[int, Meta(ge=5, le=3600, description="Seconds of silence before the link is checked.")] = 30
+    queue_messages: Annotated[
+        int, Meta(ge=16, le=65_536, description="Outgoing messages kept while the broker is away or slow.")
+    ] = 1024
+    telemetry_period_s: Annotated[float, Meta(ge=1, le=86_400, description="Seconds between telemetry messages.")] = (
+        60.0
+    )
+    fleet: Annotated[
+        bool, Meta(description="Take a share of the questions that are asked of all boards (skerry/fleet/ask).")
+    ] = False
+    discovery_prefix: (
+        Annotated[
+            Text,
+            Meta(
+                description="Topic prefix of Home Assistant's discovery, usually homeassistant; null announces nothing."
+            ),
+        ]
+        | None
+    ) = None
+
+
 class Config(Struct, frozen=True, kw_only=True):
     """All settings."""
 
@@ -82,6 +180,9 @@ class Config(Struct, frozen=True, kw_only=True):
     arena: Arena = Arena()
     chat: Chat = Chat()
     sampling: Sampling = Sampling()
+    service: Service = Service()
+    serial: Serial = Serial()
+    mqtt: Mqtt = Mqtt()
 
 
 class Paths(Struct, frozen=True, kw_only=True):

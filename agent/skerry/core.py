@@ -25,6 +25,7 @@ class Reason(StrEnum):
     LENGTH = "length"  # the request's max_tokens
     CAPACITY = "capacity"  # the slot is full: a clean stop at the hard limit
     CANCELLED = "cancelled"
+    DEADLINE = "deadline"  # the request's deadline_s
     ERROR = "error"
 
 

@@ -62,12 +62,12 @@ class Engine:
         self._waiting.append(answer)
         return answer.number
 
-    def cancel(self, number: int) -> None:
+    def cancel(self, number: int, reason: Reason = Reason.CANCELLED) -> None:
         """End a request; its Done comes with the next step. Unknown and finished numbers are ignored."""
         for answers in (self._waiting, self._active):
             for answer in list(answers):
                 if answer.number == number:
-                    self._finish(answer, Reason.CANCELLED)
+                    self._finish(answer, reason)
 
     def step(self) -> list[Event]:
         """Do one step of work and return what came of it. Never raises for a fault of one request."""
