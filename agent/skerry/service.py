@@ -183,6 +183,8 @@ class Service:
                 case Reload():
                     client.send(self.reload())
         except ProtocolError as error:
+            if isinstance(message, Ask | Cancel):
+                error.id = error.id or message.id or ""
             client.send(error.reply())
 
     def gone(self, client: Client) -> None:
@@ -298,7 +300,7 @@ class Service:
                 session.busy = True
                 session.turns.append(_messages_of(pending.ask)[0])
                 session.shorten(_CHARACTERS_PER_TOKEN * self._engine.capacity)
-            self._thread.call(lambda pending=pending, request=self._request(pending): self._add(pending, request))  # type: ignore[misc]
+            self._thread.call(partial(self._add, pending, self._request(pending)))
 
     def _request(self, pending: Pending) -> Request:
         chat, ask = self.config.chat, pending.ask
