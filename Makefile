@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 MODEL := smollm2-135m-instruct
 
 .DEFAULT_GOAL := help
-.PHONY: help setup chat test test-extended lint bench clean
+.PHONY: help setup chat test test-extended lint bench install clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -45,6 +45,30 @@ test-extended: $(VENV)/.installed-reference setup ## tests against torch and a s
 
 bench: setup ## measure beside llama.cpp: build/bench/report.json and .png
 	$(BIN)/python -m tools.bench
+
+# ---- installing on a board: the image's recipe, the emulated board and a developer's machine all run this -----------
+
+DESTDIR ?=
+BOARD ?=
+LIB := /usr/lib/skerry
+INSTALL := install -D -m 644
+
+install: ## install agent and configuration below DESTDIR, for BOARD (a name in conf/boards)
+	@test -z "$(BOARD)" || test -f "conf/boards/$(BOARD).yaml" || \
+		{ echo "no board $(BOARD); known: $(basename $(notdir $(wildcard conf/boards/*.yaml)))" >&2; exit 2; }
+	cd agent && find skerry -name '*.py' -exec $(INSTALL) '{}' "$(DESTDIR)$(LIB)/agent/{}" ';'
+	install -d "$(DESTDIR)/usr/bin" "$(DESTDIR)/etc/skerry/conf.d"
+	sed 's|@AGENT@|$(LIB)/agent|' conf/skerry.in > "$(DESTDIR)/usr/bin/skerry"
+	chmod 755 "$(DESTDIR)/usr/bin/skerry"
+	for board in conf/boards/*.yaml; do $(INSTALL) "$$board" "$(DESTDIR)$(LIB)/boards/$${board##*/}" || exit 1; done
+	test -e "$(DESTDIR)/etc/skerry/skerry.yaml" || { \
+		$(INSTALL) conf/skerry.yaml "$(DESTDIR)/etc/skerry/skerry.yaml" && \
+		{ test -z "$(BOARD)" || sed -i 's|^# *board:.*|board: $(BOARD)|' "$(DESTDIR)/etc/skerry/skerry.yaml"; }; }
+	$(INSTALL) conf/skerry.schema.json "$(DESTDIR)/usr/share/skerry/skerry.schema.json"
+	$(INSTALL) conf/systemd/skerry.service "$(DESTDIR)/usr/lib/systemd/system/skerry.service"
+	$(INSTALL) conf/systemd/sysusers.conf "$(DESTDIR)/usr/lib/sysusers.d/skerry.conf"
+	$(INSTALL) conf/systemd/tmpfiles.conf "$(DESTDIR)/usr/lib/tmpfiles.d/skerry.conf"
+	$(INSTALL) conf/70-skerry.rules "$(DESTDIR)/usr/lib/udev/rules.d/70-skerry.rules"
 
 clean: ## delete what can be made again
 	rm -rf $(VENV) build models/*/

@@ -5,8 +5,10 @@ from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 
+from msgspec import inspect
+
 from skerry.config import Config, json_schema, keys, yaml_value
-from skerry.typedyaml import Leaf
+from skerry.typedyaml import Leaf, as_leaf
 
 ROOT = Path(__file__).parent.parent
 
@@ -50,8 +52,23 @@ def config_md() -> str:
         for key in members:
             default = yaml_value(attrgetter(key.path)(defaults))
             out.append(f"| `{key.path}` | `{default}` | {key.wanted} | {key.description} |")
+            out += [_item_row(key, field) for field in _item_fields(key)]
         out.append("")
     return "\n".join(out)
+
+
+def _item_fields(key: Leaf) -> tuple[inspect.Field, ...]:
+    """The keys of the sections that a list has as its items."""
+    match key.kind:
+        case inspect.VarTupleType(item_type=inspect.StructType(fields=fields)):
+            return fields
+    return ()
+
+
+def _item_row(key: Leaf, field: inspect.Field) -> str:
+    leaf = as_leaf(f"{key.path}[].{field.name}", field.type)
+    default = "required" if field.required else f"`{yaml_value(field.default)}`"
+    return f"| `{leaf.path}` | {default} | {leaf.wanted} | {leaf.description} |"
 
 
 def documents() -> dict[Path, str]:

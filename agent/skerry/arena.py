@@ -149,6 +149,17 @@ class Arena:
         self._tokens[slot] = length if kept else 0
         return self._tokens[slot]
 
+    def swap(self, one: int, other: int) -> None:
+        """Exchange the contents of two slots, a copy of the rows that either holds."""
+        for group in self.layout.groups:
+            rows = max(self.rows(group, one), self.rows(group, other))
+            for i in group.layers:
+                for array in (self.keys[i], self.values[i]):
+                    kept = array[one, :, :rows].copy()
+                    array[one, :, :rows] = array[other, :, :rows]
+                    array[other, :, :rows] = kept
+        self._tokens[one], self._tokens[other] = self._tokens[other], self._tokens[one]
+
     def check_integrity(self) -> None:
         """Raises SkerryError if memory around an array was overwritten or a count is impossible."""
         for number, canary in enumerate(self._canaries):

@@ -3,29 +3,24 @@
 import argparse
 import logging
 import sys
-import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
 
 from skerry import __version__
+from skerry.chat import LocalTalker, RemoteTalker, Talker, converse, request
 from skerry.config import Config, Paths, changes, dump, load_with_origins
-from skerry.core import Done, Message, Reason, Request, Result, Role
-from skerry.daemon import build_engine
-from skerry.engine import Engine
+from skerry.core import Done, Message, Reason, Role
+from skerry.daemon import build_engine, serve
 from skerry.errors import ConfigError, SkerryError
 from skerry.host import Host
+from skerry.remote import MqttLink, SerialLink
+from skerry.systemd import log_handler
 from skerry.terminal import Terminal
 
 OK, FAILED, MISUSE, BAD_CONFIG = 0, 1, 2, 78
-
-CHAT_HELP = """\
-/help     this
-/reset    forget the conversation
-/status   what is in memory
-/quit     leave (as does Ctrl-D); Ctrl-C ends an answer"""
-_STATUS_PERIOD_S = 0.2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,6 +55,10 @@ def _parser() -> argparse.ArgumentParser:
 
     chat = commands.add_parser("chat", help="talk to the model in this terminal")
     chat.set_defaults(run=_chat)
+    far = chat.add_mutually_exclusive_group()
+    far.add_argument("--serial", metavar="PORT", help="talk to the board at this serial port")
+    far.add_argument("--mqtt", metavar="URL", help="talk to the board at mqtt://[user[:password]@]broker/NODE")
+    chat.add_argument("--baud", type=_positive, default=115_200, help="speed of the serial port (default: 115200)")
     ask = commands.add_parser("ask", help="answer one question")
     ask.add_argument("text", help="the question; - reads it from standard input")
     ask.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -68,6 +67,8 @@ def _parser() -> argparse.ArgumentParser:
     for command in (chat, ask):
         command.add_argument("--model", metavar="NAME", help="a model's name or folder, instead of model.path")
 
+    run = commands.add_parser("run", help="serve the serial ports and the broker of the configuration")
+    run.set_defaults(run=_run)
     check = commands.add_parser("check-config", help="read the configuration and report every problem")
     check.set_defaults(run=_check_config)
     dumped = commands.add_parser("dump-config", help="print the configuration in force")
@@ -97,6 +98,14 @@ def _config(options: argparse.Namespace) -> Config:
     return config
 
 
+def _run(options: argparse.Namespace) -> int:
+    root = logging.getLogger()
+    root.handlers = [log_handler()]
+    root.setLevel(logging.DEBUG if options.verbose else logging.INFO)
+    serve(_paths(options))
+    return OK
+
+
 def _check_config(options: argparse.Namespace) -> int:
     load_with_origins(_paths(options))
     print("the configuration is good")
@@ -116,10 +125,10 @@ def _ask(options: argparse.Namespace) -> int:
     config = _config(options)
     text = sys.stdin.read() if options.text == "-" else options.text
     engine = build_engine(config, Host())
-    request = _request(config, [*_system(config), Message(Role.USER, text)])
+    asked = request(config, [Message(Role.USER, text)])
     if options.max_tokens:
-        request = msgspec.structs.replace(request, max_tokens=options.max_tokens)
-    engine.add(request)
+        asked = msgspec.structs.replace(asked, max_tokens=options.max_tokens)
+    engine.add(asked)
     done = None
     while done is None:
         for event in engine.step():
@@ -139,96 +148,18 @@ def _ask(options: argparse.Namespace) -> int:
 
 
 def _chat(options: argparse.Namespace) -> int:
-    config = _config(options)
-    with Terminal() as terminal:
-        terminal.status("loading the model ...")
-        engine = build_engine(config, Host())
-        terminal.catch_interrupts()
-        terminal.line("Type a question; /help for more.")
-        terminal.status(_arena_status(engine))
-        history: list[Message] = []
-        while True:
-            try:
-                text = terminal.read("> ").strip()
-            except EOFError:
-                terminal.line("")
-                return OK
-            except KeyboardInterrupt:
-                terminal.line("\n(Ctrl-D or /quit leaves)")
-                continue
-            match text:
-                case "":
-                    continue
-                case "/quit":
-                    return OK
-                case "/help":
-                    terminal.line(CHAT_HELP)
-                case "/reset":
-                    history.clear()
-                    terminal.line("(a new conversation)")
-                case "/status":
-                    terminal.line(_arena_status(engine))
-                case _ if text.startswith("/"):
-                    terminal.line(f"{text.split()[0]}: no such command\n{CHAT_HELP}")
-                case _:
-                    history.append(Message(Role.USER, text))
-                    try:
-                        result = _answer(engine, _request(config, [*_system(config), *history]), terminal)
-                    except SkerryError as error:
-                        history.pop()
-                        terminal.line(str(error))
-                    else:
-                        history.append(Message(Role.ASSISTANT, result.text))
-
-
-def _answer(engine: Engine, request: Request, terminal: Terminal) -> Result:
-    """Stream one answer with a live status; Ctrl-C ends it early. Raises SkerryError when it fails."""
-    number = engine.add(request)
-    begin = shown = time.monotonic()
-    count = 0
-    while True:
-        for event in engine.step():
-            if isinstance(event, Done):
-                terminal.line("")
-                terminal.status(_result_status(engine, event.result))
-                if event.error:
-                    raise SkerryError(event.error)
-                return event.result
-            count += 1
-            terminal.write(event.text)
-        if (now := time.monotonic()) - shown > _STATUS_PERIOD_S:
-            shown = now
-            terminal.status(f"{count} pieces, {now - begin:.1f} s | {_arena_status(engine)}")
-        if terminal.interrupted():
-            engine.cancel(number)
-
-
-def _result_status(engine: Engine, result: Result) -> str:
-    tokens, times = result.tokens, result.timings_ms
-    seconds = (times.total - times.first) / 1000
-    speed = f"{(tokens.generated - 1) / seconds:.1f} tokens/s" if seconds > 0 and tokens.generated > 1 else "-"
-    parts = [
-        f"{tokens.generated} tokens",
-        speed,
-        f"first after {times.first / 1000:.2f} s",
-        f"prompt {tokens.prompt} ({tokens.reused} reused)",
-        _arena_status(engine),
-    ]
-    notes = [] if result.reason == Reason.STOP else [f"ended by {result.reason}"]
-    return " | ".join(parts + notes + ["older turns left out"] * result.truncated)
-
-
-def _arena_status(engine: Engine) -> str:
-    slots = ", ".join(f"{used}/{engine.capacity}" for used in engine.used())
-    return f"arena {slots} tokens"
-
-
-def _system(config: Config) -> list[Message]:
-    return [Message(Role.SYSTEM, config.chat.system_prompt)] if config.chat.system_prompt else []
-
-
-def _request(config: Config, messages: list[Message]) -> Request:
-    return Request(tuple(messages), config.chat.max_tokens, config.sampling, config.chat.stop)
+    with ExitStack() as stack:
+        talker: Talker
+        if options.serial:
+            talker = RemoteTalker(stack.enter_context(SerialLink(options.serial, options.baud)))
+        elif options.mqtt:
+            talker = RemoteTalker(stack.enter_context(MqttLink(options.mqtt)))
+        else:
+            config = _config(options)
+            print("loading the model ...", file=sys.stderr)
+            talker = LocalTalker(build_engine(config, Host()), config)
+        converse(talker, stack.enter_context(Terminal()))
+    return OK
 
 
 if __name__ == "__main__":

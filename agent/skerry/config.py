@@ -239,7 +239,9 @@ def changes(config: Config, origins: Origins) -> str:
 def yaml_value(value: object) -> str:
     """A value on one line of YAML; texts are always quoted, so that no reader takes them for something else."""
     plain = msgspec.to_builtins(value)
-    text: str = yaml.dump(plain, Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=2**31)
+    text: str = yaml.dump(
+        plain, Dumper=_Dumper, default_flow_style=True, allow_unicode=True, sort_keys=False, width=2**31
+    )
     return text.removesuffix("...\n").rstrip("\n")
 
 

@@ -1,18 +1,35 @@
-"""The composition root: builds the parts from the configuration and hands each what it uses."""
+"""The composition root: builds the parts from the configuration, hands each what it uses, and runs the service."""
 
+import asyncio
+import logging
 import os
+import platform
+import re
+import signal
 from collections.abc import Mapping
+from operator import attrgetter
 from pathlib import Path
 
+import msgspec
+
+from skerry import systemd
 from skerry.arena import Arena, Layout
-from skerry.config import Config, Matmul
+from skerry.config import Config, Matmul, Paths, keys, load
 from skerry.decoder import Decoder
 from skerry.engine import Engine
-from skerry.errors import ConfigError, ModelError
+from skerry.errors import ConfigError, ModelError, SkerryError
 from skerry.host import Host
 from skerry.modelfile import ModelFolder, find_model
+from skerry.service import Service
 from skerry.session import Sessions
 from skerry.text import Text
+from skerry.transport.mqtt import MqttTransport
+from skerry.transport.serial import SerialTransport
+
+log = logging.getLogger(__name__)
+
+LIVE = ("chat", "sampling", "service")
+"""Sections that a reload brings into force; the others want a restart."""
 
 _CHECKOUT = Path(__file__).parents[2]
 
@@ -58,8 +75,93 @@ def build_engine(config: Config, host: Host) -> Engine:
         cache_dir=cache_dir(config),
     )
     decoder = Decoder(model, sessions, Arena(layout, config.arena.lock))
-    decoder.warm_up()
-    return Engine(decoder, text)
+    batched = decoder.warm_up()
+    if not batched:
+        log.info("slots are decoded in turn: a batch is slower on this machine")
+    host.trim_heap()
+    return Engine(decoder, text, batched)
+
+
+def serve(paths: Paths) -> None:
+    """`skerry run`: answer until SIGTERM or SIGINT; SIGHUP reads the configuration again.
+
+    Raises SkerryError when the service cannot start.
+    """
+    config = load(paths)
+    host = Host()
+    engine = build_engine(config, host)
+    asyncio.run(_serve(paths, config, host, engine))
+
+
+async def _serve(paths: Paths, config: Config, host: Host, engine: Engine) -> None:
+    loop = asyncio.get_running_loop()
+    service = Service(engine, config, host, node_name(config), Path(config.model.path).name)
+    service.on_reload = lambda: reload(service, paths)
+    transports: list[SerialTransport | MqttTransport] = []
+    if config.serial.ports:
+        transports.append(SerialTransport(config.serial, service, host))
+    if config.mqtt.url:
+        transports.append(MqttTransport(config.mqtt, service, host))
+    if not transports:
+        log.warning("nobody can ask: neither serial.ports nor mqtt.url is set")
+    stopped = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopped.set)
+    loop.add_signal_handler(signal.SIGHUP, _reload_by_signal, service)
+    for transport in transports:
+        transport.start()
+    watchdog = loop.create_task(_feed_watchdog(service))
+    systemd.notify("READY=1")
+    log.info("ready: %s with %d slots of %d tokens", config.model.path, config.arena.slots, config.arena.max_tokens)
+    await stopped.wait()
+    log.info("stopping: answers under way get %g s", service.config.service.drain_s)
+    systemd.notify("STOPPING=1")
+    await service.stop(service.config.service.drain_s)
+    for transport in transports:
+        await transport.stop()
+    watchdog.cancel()
+
+
+async def _feed_watchdog(service: Service) -> None:
+    """Tell systemd that the engine makes progress, and only while it does: a hung one is restarted."""
+    period_s = systemd.watchdog_period_s()
+    if period_s is None:
+        return
+    seen = -1
+    while True:
+        if (progress := service.progress) != seen:
+            seen = progress
+            systemd.notify("WATCHDOG=1")
+        await asyncio.sleep(period_s)
+
+
+def node_name(config: Config) -> str:
+    """The board's name in topics: the configured one, else the host's, as far as a topic can hold it."""
+    return config.service.node or re.sub(r"[^A-Za-z0-9._-]", "-", platform.node()) or "skerry"
+
+
+def reload(service: Service, paths: Paths) -> tuple[str, ...]:
+    """Bring the live sections of the configuration into force; returns what else has changed and wants a restart.
+
+    Raises ConfigError with every problem; nothing has changed then.
+    """
+    new, old = load(paths), service.config
+    service.config = msgspec.structs.replace(old, **{name: getattr(new, name) for name in LIVE})
+    return tuple(
+        f"{key.path}: takes effect at the next start"
+        for key in keys()
+        if key.path.split(".")[0] not in LIVE and attrgetter(key.path)(new) != attrgetter(key.path)(old)
+    )
+
+
+def _reload_by_signal(service: Service) -> None:
+    systemd.notify("RELOADING=1")
+    try:
+        done = service.reload()
+        log.info("configuration read again%s", "".join(f"; {note}" for note in done.notes))
+    except SkerryError as error:
+        log.error("%s", error)
+    systemd.notify("READY=1")
 
 
 def _check_fits(config: Config, model: ModelFolder, layout: Layout, host: Host) -> None:

@@ -3,6 +3,7 @@
 The engine, the evaluation and the bench all run the model through this.
 """
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,6 +16,9 @@ from skerry.runner import F32, Runner
 from skerry.session import Sessions
 
 Ids = npt.NDArray[np.int64]
+
+_TRIALS = 3
+"""The shortest of them counts: what disturbs a measurement only ever makes it longer."""
 
 
 class Decoder:
@@ -60,18 +64,31 @@ class Decoder:
                 self.arena.advance(slot + i, 1)
         return out
 
-    def warm_up(self) -> None:
-        """Run the largest shapes once, so that the runtime's workspace reaches its peak now and not in mid-answer."""
+    def warm_up(self) -> bool:
+        """Run the largest shapes once, so that the runtime's workspace reaches its peak now and not in mid-answer.
+
+        Returns whether a decode over all slots takes less time than one of each in turn: on some models and CPUs the
+        kernels for several rows are no gain.
+        """
         arena, block = self.arena, [0] * BLOCK
         assert all(arena.length(slot) == 0 for slot in range(arena.layout.slots))
-        # Rows of zeros do as well as any.
-        arena.claim(0, arena.layout.max_tokens // BLOCK * BLOCK - BLOCK)
-        self.prefill(0, block)
+        # The first chunk takes another path in GroupQueryAttention than later ones; rows of zeros do as well as any.
+        for length in (0, arena.layout.max_tokens // BLOCK * BLOCK - BLOCK):
+            arena.claim(0, length)
+            self.prefill(0, block)
         arena.truncate(0, 0)
-        slots = arena.layout.slots
-        self.decode(0, [0] * slots, [True] * slots)
-        for slot in range(slots):
+        slots = range(arena.layout.slots)
+        one = min(self._seconds(1) for _ in range(_TRIALS))
+        batch = min(self._seconds(len(slots)) for _ in range(_TRIALS))
+        for slot in slots:
             arena.truncate(slot, 0)
+        return batch < len(slots) * one
+
+    def _seconds(self, slots: int) -> float:
+        """Of a decode over the first slots."""
+        begin = time.perf_counter()
+        self.decode(0, [0] * slots, [True] * slots)
+        return time.perf_counter() - begin
 
     def _run(self, tokens: npt.NDArray[np.int64], slot: int, logits: int) -> F32:
         slots = range(slot, slot + len(tokens))

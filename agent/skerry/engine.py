@@ -29,8 +29,11 @@ COLD, PREFIX = "cold", "prefix"
 class Engine:
     """One model, its slots, and the requests in them."""
 
-    def __init__(self, decoder: Decoder, text: Text, clock: Callable[[], float] = time.monotonic) -> None:
-        self._decoder, self._text, self._clock = decoder, text, clock
+    def __init__(
+        self, decoder: Decoder, text: Text, batched: bool = True, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """batched: decode all answering slots in one batch, else in turn."""
+        self._decoder, self._text, self._batched, self._clock = decoder, text, batched, clock
         self._arena = decoder.arena
         layout = self._arena.layout
         self._history = [_History(layout.max_tokens) for _ in range(layout.slots)]
@@ -79,6 +82,10 @@ class Engine:
             self._guarded(partial(self._prefill, filling), [filling])
         elif decoding:
             self._prefilled_last = False
+            if self._batched:
+                self._gather(decoding)
+            else:  # the one that waited longest
+                decoding = [min(decoding, key=lambda answer: self._history[answer.slot].last_used)]
             self._guarded(partial(self._decode, decoding), decoding)
         events, self._events = self._events, []
         return events
@@ -164,6 +171,22 @@ class Engine:
         if not answer.pending:
             answer.prefilled = self._clock()
             self._next_token(answer, logits[-1])
+
+    def _gather(self, decoding: list["_Answer"]) -> None:
+        """Move the answering slots next to each other: an idle one between them costs as much as they do at every
+        token, a move the time of about one."""
+        while True:
+            at = {answer.slot: answer for answer in decoding}
+            hole = next((slot for slot in range(min(at), max(at)) if slot not in at), None)
+            if hole is None:
+                return
+            moved, last = at[max(at)], max(at)
+            for answer in self._active:  # one whose prompt is being read
+                if answer.slot == hole:
+                    answer.slot = last
+            moved.slot = hole
+            self._arena.swap(hole, last)
+            self._history[hole], self._history[last] = self._history[last], self._history[hole]
 
     def _decode(self, answers: list["_Answer"]) -> None:
         by_slot = {answer.slot: answer for answer in answers}

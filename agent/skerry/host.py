@@ -4,6 +4,7 @@ A test passes the root of another tree. A file that is missing, unreadable or in
 never an exception: a board without a sensor or a cgroup still answers. Knows nothing of what the numbers are used for.
 """
 
+import ctypes
 import mmap
 import re
 from pathlib import Path, PurePosixPath
@@ -67,9 +68,33 @@ class Host:
         texts = [self.read(f"/sys/fs/cgroup{level}/memory.max") or "" for level in (group, *group.parents)]
         return min((int(text) for text in texts if _NUMBER.fullmatch(text)), default=None)
 
+    def trim_heap(self) -> None:
+        """Give memory that was freed back to the kernel now: malloc_trim(3), where the C library has it."""
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
+
     def smaps_rollup(self, pid: int | str = "self") -> dict[str, int]:
         """The memory of a process by kind (Rss, Pss, Anonymous, Locked, ...) in bytes."""
         return _byte_table(self.read(f"/proc/{pid}/smaps_rollup"))
+
+    def consoles(self) -> list[str]:
+        """Names of the terminals on which the kernel writes its messages, such as ttyS0.
+
+        Source: Documentation/ABI/testing/sysfs-tty of Linux.
+        """
+        return (self.read("/sys/class/tty/console/active") or "").split()
+
+    def hottest_c(self) -> float | None:
+        """Degrees Celsius of the hottest thermal zone; None without one.
+
+        Zones that are off or broken say 0, -274 or worse: what no running board can have does not count.
+        Source: Documentation/driver-api/thermal/sysfs-api.rst of Linux.
+        """
+        zones = sorted((self.root / "sys/class/thermal").glob("thermal_zone*"))
+        texts = [self.read(f"/sys/class/thermal/{zone.name}/temp") or "" for zone in zones]
+        degrees = [int(text) / 1000 for text in texts if re.fullmatch(r"-?[0-9]{1,9}", text)]
+        return max((c for c in degrees if -55 <= c <= 150 and c != 0), default=None)
 
 
 _X86_NAMES = ("vendor_id", "cpu family", "model", "stepping", "model name")

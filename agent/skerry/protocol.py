@@ -16,7 +16,7 @@ from skerry.errors import SkerryError
 
 VERSION = 1
 
-Name = Annotated[str, Meta(max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]*$")]
+Name = Annotated[str, Meta(max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]*\Z")]
 """What names a request or a session: it becomes a part of topics and logs."""
 
 _MAX_STOPS = 16
@@ -95,7 +95,7 @@ class GetSessions(_In, frozen=True, kw_only=True, tag="sessions"):
 
 
 class Reset(_In, frozen=True, kw_only=True, tag="reset"):
-    """Forget a conversation; without a name, the client's unnamed one."""
+    """Forget a conversation; without a name, all of the client's."""
 
     session: Name | None = None
 
@@ -135,6 +135,16 @@ class Answer(_Out, frozen=True, kw_only=True, tag="done"):
     id: str
     session: str | None = None
     result: Result
+
+
+class Part(_Out, frozen=True, kw_only=True, tag="part"):
+    """A piece of a message that is larger than the transport takes: the `text` of all parts, 0 to `of` - 1, joined, is
+    the message. `id` is the message's, when it has one."""
+
+    id: str | None = None
+    part: int
+    of: int
+    text: str
 
 
 class Error(_Out, frozen=True, kw_only=True, tag="error"):
@@ -200,7 +210,7 @@ class LimitsInForce(_Out, frozen=True, kw_only=True, tag="limits", omit_defaults
     prompt_bytes: int
 
 
-Outgoing = TokenText | Answer | Error | Ok | Status | Sessions | LimitsInForce
+Outgoing = TokenText | Answer | Part | Error | Ok | Status | Sessions | LimitsInForce
 
 _decoder = msgspec.json.Decoder(Incoming)
 _outgoing = msgspec.json.Decoder(Outgoing)

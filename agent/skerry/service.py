@@ -192,13 +192,17 @@ class Service:
         for pending in [p for p in self._waiting + self._begun if p.client.name == client.name]:
             self._cancel(pending, Reason.CANCELLED)
 
+    @property
+    def state(self) -> str:
+        """Of the status, without the cost of the rest."""
+        return "stopping" if self._stopping else "busy" if self._waiting or self._begun else "idle"
+
     def status(self) -> Status:
-        busy = bool(self._waiting or self._begun)
         return Status(
             version=__version__,
             node=self.node,
             model=self._model,
-            state="stopping" if self._stopping else "busy" if busy else "idle",
+            state=self.state,
             uptime_s=round(time.monotonic() - self._started, 1),
             waiting=len(self._waiting),
             answering=len(self._begun),

@@ -11,6 +11,8 @@ import sys
 from contextlib import suppress
 from types import FrameType, TracebackType
 
+from skerry.transport.lineedit import harmless
+
 with suppress(ImportError):  # line editing and history for input(); a minimal image may leave it out
     import readline  # noqa: F401
 
@@ -39,7 +41,7 @@ class Terminal:
 
     def write(self, text: str) -> None:
         """Show text of the model: control characters in it must not drive the terminal."""
-        self._put("".join(c if c in "\n\t" or c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text))
+        self._put(harmless(text))
 
     def line(self, text: str) -> None:
         """A line of our own."""

@@ -40,13 +40,17 @@ def leaves(struct: type[Struct]) -> Iterator[Leaf]:
 
     def below(section: inspect.StructType, prefix: str) -> Iterator[Leaf]:
         for field in section.fields:
-            kind, optional, description = _bare(field.type)
-            if isinstance(kind, inspect.StructType):
-                yield from below(kind, f"{prefix}{field.name}.")
+            leaf = as_leaf(f"{prefix}{field.name}", field.type)
+            if isinstance(leaf.kind, inspect.StructType):
+                yield from below(leaf.kind, f"{leaf.path}.")
             else:
-                yield Leaf(f"{prefix}{field.name}", kind, optional, description)
+                yield leaf
 
     yield from below(_info(struct), "")
+
+
+def as_leaf(path: str, kind: inspect.Type) -> Leaf:
+    return Leaf(path, *_bare(kind))
 
 
 class TypedFile:
@@ -79,14 +83,12 @@ class TypedFile:
         """The value of a node; None also after a problem with its type."""
         kind, optional, _ = _bare(kind)
         value, found, advice = _untyped(node)
-        if isinstance(kind, inspect.StructType) and value is None:
-            return {}  # a section whose keys are all commented out
         if value is None and optional:
             return None
-        if isinstance(kind, inspect.StructType) and value is _MAPPING:
+        if isinstance(kind, inspect.StructType) and (value is _MAPPING or value is None):
             return self._section(node, kind, path)
         if isinstance(kind, inspect.VarTupleType) and value is _LIST:
-            return [self._value(item, kind.item_type, f"{path}[{at}]") for at, item in enumerate(node.value)]
+            return self._list(node, kind, path)
         if not _fits(value, kind):
             if isinstance(kind, inspect.StrType) and isinstance(node, yaml.ScalarNode) and value is not None:
                 advice = advice or "quote it if it is text"
@@ -97,13 +99,28 @@ class TypedFile:
             self._problem(node, path, f"{value} is out of range (use a value {range_text(kind)})")
         if isinstance(kind, inspect.StrType) and len(value) < (kind.min_length or 0):
             self._problem(node, path, "found an empty text, wanted at least one character")
+        if isinstance(kind, inspect.StrType) and kind.max_length and len(value) > kind.max_length:
+            self._problem(node, path, f"found {len(value)} characters, wanted at most {kind.max_length}")
         return value
+
+    def _list(self, node: yaml.Node, kind: inspect.VarTupleType, path: str) -> list[Any]:
+        """The items. In a list of sections, a key without a default tells the items apart: its value may not repeat."""
+        values = [self._value(item, kind.item_type, f"{path}[{at}]") for at, item in enumerate(node.value)]
+        item_kind, _, _ = _bare(kind.item_type)
+        names = [f.name for f in item_kind.fields if f.required] if isinstance(item_kind, inspect.StructType) else []
+        for name in names:
+            first: dict[str, str] = {}
+            for at, found in enumerate((item or {}).get(name) for item in values):
+                below = f"{path}[{at}].{name}"
+                if found and first.setdefault(found, below) != below:
+                    self.problems.append(f"{self.origins[below]}: {below}: {printable(found)} is {first[found]} too")
+        return values
 
     def _section(self, node: yaml.Node, kind: inspect.StructType, path: str) -> dict[str, Any]:
         fields = {field.name: field.type for field in kind.fields}
         first: dict[str, int] = {}
         values: dict[str, Any] = {}
-        for key, item in node.value:
+        for key, item in node.value if isinstance(node, yaml.MappingNode) else ():  # else all keys are commented out
             if not isinstance(key, yaml.ScalarNode):
                 self._problem(key, path, "found a list or a section as a key, wanted a name")
                 continue
@@ -119,6 +136,9 @@ class TypedFile:
                 values[name] = self._value(item, fields[name], below)
                 self.origins[below] = self._place(key)
             first.setdefault(name, key.start_mark.line + 1)
+        for field in kind.fields:
+            if field.required and field.name not in values:
+                self._problem(node, f"{path}.{field.name}", f"is missing, wanted {_wanted(_bare(field.type)[0])}")
         return values
 
 
@@ -199,6 +219,8 @@ def _wanted(kind: inspect.Type) -> str:
             return "true or false"
         case inspect.StrType():
             return "text"
+        case inspect.VarTupleType(item_type=inspect.StructType(fields=fields)):
+            return f"a list, each item a section of {', '.join(field.name for field in fields)}"
         case inspect.VarTupleType():
             return f"a list, each item {_wanted(_bare(kind.item_type)[0])}"
         case inspect.StructType():

@@ -11,7 +11,23 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from skerry.config import Arena, Chat, Config, Matmul, Model, Paths, changes, dump, json_schema, keys, load
+from skerry.config import (
+    Arena,
+    Chat,
+    Config,
+    Flow,
+    Matmul,
+    Model,
+    Parity,
+    Paths,
+    Port,
+    Serial,
+    changes,
+    dump,
+    json_schema,
+    keys,
+    load,
+)
 from skerry.config import load_with_origins as with_origins
 from skerry.core import Sampling
 from skerry.errors import ConfigError, RequestError
@@ -150,6 +166,12 @@ def test_every_problem_of_every_file_is_told_at_once(paths: Paths) -> None:
         ("chat:\n  system_prompt: |\n    Kurz.\n    Grüße: 你好 🦭\n", "chat.system_prompt", "Kurz.\nGrüße: 你好 🦭\n"),
         ("chat:\n  stop:\n  - a\n  - '5'\n", "chat.stop", ("a", "5")),
         ("chat: {stop: []}", "chat.stop", ()),
+        ("serial: {ports: []}", "serial.ports", ()),
+        (
+            "serial:\n  ports:\n  - {device: a, parity: odd, flow: rtscts}\n  - device: b\n    baud: 9600",
+            "serial.ports",
+            (Port(device="a", parity=Parity.ODD, flow=Flow.RTSCTS), Port(device="b", baud=9600)),
+        ),
         ("chat: &anchor {max_tokens: 7}", "chat.max_tokens", 7),
     ],
 )
@@ -185,6 +207,7 @@ def test_good_values(paths: Paths, text: str, path: str, value: object) -> None:
         ("chat:\n  stop:\n  - a\n  - 5\n", "4: chat.stop[1]: found the number 5, wanted text (quote it if it is text)"),
         ("chat: {stop: ['']}", "1: chat.stop[0]: found an empty text, wanted at least one character"),
         ("model: {path: ''}", "1: model.path: found an empty text, wanted at least one character"),
+        (f"service: {{node: {'x' * 65}}}", "1: service.node: found 65 characters, wanted at most 64"),
         ("model: {path: true}", "1: model.path: found true, wanted text (quote it if it is text)"),
         ("model: {matmul: int4}", "1: model.matmul: found the text 'int4', wanted one of int8, f32"),
         ("model: {matmul: [f32]}", "1: model.matmul: found a list, wanted one of int8, f32"),
@@ -226,6 +249,19 @@ def test_good_values(paths: Paths, text: str, path: str, value: object) -> None:
         ("arena: !mine {slots: 1}", "1: arena: found a value with the tag !mine, wanted a section"),
         ("arena: {lock: !!bool maybe}", "1: arena.lock: found maybe (of YAML's type bool), wanted true or false"),
         ("arena: {slots: !!int x}", "1: arena.slots: found x, wanted a whole number"),
+        # lists of sections
+        ("serial: {ports: {}}", "1: serial.ports: found a section, wanted a list, each item a section of device, baud"),
+        ("serial: {ports: [a]}", "1: serial.ports[0]: found the text 'a', wanted a section (of keys like device)"),
+        ("serial:\n  ports:\n  - baud: 9600", "3: serial.ports[0].device: is missing, wanted text"),
+        ("serial:\n  ports:\n  - device: a\n  -\n", "4: serial.ports[1].device: is missing, wanted text"),
+        ("serial:\n  ports:\n  - {}", "3: serial.ports[0].device: is missing, wanted text"),
+        ("serial:\n  ports:\n  - device:", "3: serial.ports[0].device: found nothing (null), wanted text"),
+        ("serial:\n  ports: [{device: a, bauds: 9}]", "2: serial.ports[0].bauds: unknown key (did you mean baud?)"),
+        ("serial:\n  ports: [{device: a, baud: 9}]", "2: serial.ports[0].baud: 9 is out of range"),
+        (
+            "serial:\n  ports:\n  - device: /dev/ttyS4\n  - baud: 9600\n    device: /dev/ttyS4",
+            "5: serial.ports[1].device: /dev/ttyS4 is serial.ports[0].device too",
+        ),
         # what no text can hold
         (
             r'model: {path: "a\0b"}',
@@ -291,6 +327,8 @@ def test_a_file_without_permission(paths: Paths) -> None:
 _WORDS = [*(key.path.rpartition(".")[2] for key in keys()), "arena", "chat", "model", "sampling", "board"]
 _PIECES = [
     *_WORDS,
+    "serial: {ports: [{",
+    "device: ",
     ": ",
     "\n",
     "\n  ",
@@ -357,6 +395,7 @@ def test_a_dump_loads_to_the_same(paths: Paths, prompt: str, stop: list[str], sp
         model=Model(matmul=Matmul.F32, spin=False),
         chat=Chat(system_prompt=prompt, stop=tuple(stop)),
         sampling=Sampling(temperature=spread, seed=seed),
+        serial=Serial(ports=(Port(device="/dev/ttyS4", flow=Flow.XONXOFF), Port(device="on"))),
     )
     paths.file.write_text(dump(config))
     again, origins = with_origins(paths)
@@ -374,7 +413,7 @@ def test_every_key_is_described_and_its_default_is_in_range(paths: Paths) -> Non
 
 def test_the_schema_refuses_unknown_keys() -> None:
     objects = [part for part in json_schema()["$defs"].values() if part.get("type") == "object"]
-    assert len(objects) == 5
+    assert len(objects) == 9
     assert all(part["additionalProperties"] is False for part in objects)
 
 
@@ -395,7 +434,7 @@ def test_the_template_shows_the_defaults(tmp_path: Path) -> None:
     template = (ROOT / "conf" / "skerry.yaml").read_text()
     file = tmp_path / "skerry.yaml"
     file.write_text(re.sub("^#(?! |$)|^#(?=  )", "", template, flags=re.MULTILINE))
-    assert set(yaml.safe_load(file.read_text())) == {"board", "model", "arena", "chat", "sampling"}
+    assert set(yaml.safe_load(file.read_text())) == set(Config.__struct_fields__)
     config, origins = with_origins(Paths(boards=ROOT / "conf" / "boards", file=file, drop_ins=None))
     assert [key for key in changes(config, origins).splitlines() if str(file) in key] == [
         f'board: "emulated"  # {file}:7'

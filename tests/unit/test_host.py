@@ -114,6 +114,10 @@ def test_memory_in_bytes(tmp_path: Path) -> None:
     assert host.smaps_rollup(7) == host.smaps_rollup()
 
 
+def test_consoles(tmp_path: Path) -> None:
+    assert tree(tmp_path, {"/sys/class/tty/console/active": "tty0 ttyS2\n"}).consoles() == ["tty0", "ttyS2"]
+
+
 def test_nothing_there_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "proc" / "meminfo").mkdir(parents=True)
     host = Host(tmp_path)
@@ -124,6 +128,7 @@ def test_nothing_there_is_no_error(tmp_path: Path) -> None:
     assert host.memory_limit() is None
     assert host.cpu_identity() == ""
     assert host.smaps_rollup() == {}
+    assert host.consoles() == []
 
 
 def test_reads_text_without_its_last_newline(tmp_path: Path) -> None:
