@@ -5,6 +5,7 @@ python -m tests.mqtt_board MODEL URL: a board in a process of its own, to be kil
 
 import asyncio
 import json
+import math
 import queue
 import sys
 import threading
@@ -79,16 +80,20 @@ class Stepwise:
     """An engine that does only the steps it is allowed; after `go` it is free."""
 
     def __init__(self, engine: Engine, steps: int) -> None:
-        self._engine, self._steps = engine, threading.Semaphore(steps)
+        self._engine, self._left, self._changed = engine, float(steps), threading.Condition()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
     def go(self) -> None:
-        self._steps.release(1_000_000)
+        with self._changed:
+            self._left = math.inf
+            self._changed.notify()
 
     def step(self) -> Any:
-        assert self._steps.acquire(timeout=TIMEOUT_S), "the test does not go on"
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._left > 0, TIMEOUT_S), "the test does not go on"
+            self._left -= 1
         return self._engine.step()
 
 

@@ -141,3 +141,18 @@ def test_this_machine() -> None:
     assert host.page_size() in (4096, 16384, 65536)
     assert (host.mem_available() or 0) > 0
     assert host.smaps_rollup()["Rss"] > host.page_size()
+
+
+@pytest.mark.parametrize(
+    ("zones", "hottest"),
+    [
+        (["48250\n", "51000\n"], 51.0),
+        (["-5000\n"], -5.0),
+        (["0\n", "-274000\n", "2147483\n", "nonsense", "40500\n"], 40.5),
+        (["0\n"], None),
+        ([], None),
+    ],
+)
+def test_hottest(tmp_path: Path, zones: list[str], hottest: float | None) -> None:
+    files = {f"/sys/class/thermal/thermal_zone{number}/temp": text for number, text in enumerate(zones)}
+    assert tree(tmp_path, files).hottest_c() == hottest

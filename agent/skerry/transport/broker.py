@@ -108,6 +108,7 @@ class BrokerLink:
         self.config, self.client_id, self.topics, self.will, self.handler = config, client_id, topics, will, handler
         self.outbox = Outbox(config.queue_messages)
         self.ready = False
+        self.connections = 0
         self.largest: int | None = None
         """Bytes of the largest packet that the broker takes; None is any. Known once there was a connection."""
         self.rivalled = False
@@ -305,6 +306,7 @@ class _Connection:
         if code.is_failure:
             self.why = f"the broker refuses the connection: {code}"
             return
+        self._link.connections += 1
         self._link.largest = getattr(properties, "MaximumPacketSize", None)
         self._in_flight = min(_IN_FLIGHT, getattr(properties, "ReceiveMaximum", _IN_FLIGHT))
         self._qos = min(self._qos, getattr(properties, "MaximumQoS", 2))

@@ -57,10 +57,9 @@ class MqttTransport:
         self._topics = {
             name: f"skerry/{node}/{name}" for name in ("ask", "cancel", "reply", "status", "telemetry", "event")
         }
-        self._payload_bytes = 2 * service.config.service.prompt_bytes + _MESSAGE_BYTES
         self._has_temperature = host.hottest_c() is not None
         self._instance = uuid4().hex[:12]
-        self._connections = 0
+        self._sightings = 0
         self._shown_state = ""
         self._telemetry_due = 0.0
         self._untaken = self._reported = 0
@@ -112,10 +111,9 @@ class MqttTransport:
     def _understood(self, packet: Packet) -> Incoming:
         """The message in a payload, which may also be plain text. Raises ProtocolError."""
         size, payload = len(packet.payload), packet.payload
-        if size > self._payload_bytes:
-            raise ProtocolError(
-                Code.TOO_LARGE, f"the message has {size} bytes, the limit is {self._payload_bytes}", "shorten it"
-            )
+        limit = 2 * self._service.config.service.prompt_bytes + _MESSAGE_BYTES
+        if size > limit:
+            raise ProtocolError(Code.TOO_LARGE, f"the message has {size} bytes, the limit is {limit}", "shorten it")
         cancels = packet.topic == self._topics["cancel"]
         if not payload.lstrip().startswith(b"{"):
             try:
@@ -141,18 +139,23 @@ class MqttTransport:
             self.trouble("retained_ignored", f"{topic}: publish without retain")
 
     def _look_for_rival(self, packet: Packet) -> None:
-        """Another board that says to be this one. Not every broker tells who is thrown out why, but the status that is
-        found at a reconnect, be it only the other's last will, has the other's mark.
+        """Another board that says to be this one. Not every broker tells the one that is thrown out why, but the status
+        that is found at a reconnect, be it only the other's last will, has the other's mark.
 
-        At the first connect it may be that of this board before it was started again.
+        Found at the first connect it may be this board's own from before a restart; found once, a broker's that came
+        back from an old backup.
         """
         try:
             instance = msgspec.json.decode(packet.payload, type=_Mark).instance
         except (msgspec.DecodeError, UnicodeDecodeError):
             return
-        if instance not in ("", self._instance) and (self._connections > 1 or not packet.retain):
+        if instance in ("", self._instance) or (packet.retain and self._link.connections == 1):
+            return
+        self._sightings += 1
+        if self._sightings > 1:
             self._link.rivalled = True
-            self.rival()
+            if self._sightings.bit_count() == 1:  # ever more rarely
+                self.rival()
 
     # -- what goes -----------------------------------------------------------------------------------------------------
 
@@ -175,7 +178,6 @@ class MqttTransport:
 
     def connected(self, away_s: float | None) -> None:
         """The board listens: say so."""
-        self._connections += 1
         if away_s is not None:
             self.trouble("reconnected", f"the connection was lost for {away_s:.1f} s")
         if self._config.discovery_prefix:
