@@ -49,6 +49,7 @@ def run(setting: Setting, names: list[str]) -> None:
     about = machine.describe()
     for name, text in about.items():
         print(f"{name:15} {text}")
+    (setting.out / "machine.json").write_bytes(msgspec.json.format(msgspec.json.encode(about)) + b"\n")
     rows: list[Row] = []
     panels: list[Panel] = []
     for name in names:
@@ -57,9 +58,8 @@ def run(setting: Setting, names: list[str]) -> None:
         measured = [structs.replace(row, command=command) for row in outcome.rows]
         print(f"\n{name} ({command})\n{table(measured)}", flush=True)
         rows += measured
+        (setting.out / "report.json").write_bytes(msgspec.json.format(msgspec.json.encode(rows)) + b"\n")
         panels += outcome.panels
-    (setting.out / "machine.json").write_bytes(msgspec.json.format(msgspec.json.encode(about)) + b"\n")
-    (setting.out / "report.json").write_bytes(msgspec.json.format(msgspec.json.encode(rows)) + b"\n")
     title = f"{setting.model.manifest.name} on {about['CPU']}, {about['cores']} cores{', a smoke run' * setting.quick}"
     picture.draw(setting.out / "report.png", title, panels, rows)
     print(f"\nwrote report.json, report.png and machine.json to {setting.out}")
@@ -74,9 +74,9 @@ def _peers(model: ModelFolder, gguf: Path, out: Path) -> tuple[PeerFile, ...]:
         return PeerFile("llama.cpp (same file)", None), PeerFile("llama.cpp Q4_0 (its fastest)", None)
     if requantise.sha256(gguf) != model.manifest.source.sha256:
         print(f"{gguf.name} is not the file that {model.path.name} was converted from", file=sys.stderr)
-    kind = requantise.main_kind(gguf)
+    kind = requantise.kind_of(gguf)
     same = PeerFile(f"llama.cpp {kind} (same file)", gguf)
-    if kind not in requantise.FOUR_BITS:
+    if not kind.startswith(("Q4_1", "Q4_K")):  # already its fastest, or of other bits
         return (same,)
     return same, PeerFile("llama.cpp Q4_0 (its fastest)", requantise.q4_0(gguf, out))
 
