@@ -29,6 +29,7 @@ from skerry.decoder import Decoder, next_chunk
 from skerry.host import Host
 from skerry.modelfile import TOKENIZER, ModelFolder
 from skerry.session import Sessions
+from tools.convert.blocks import quantise_8_bit
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
@@ -57,10 +58,11 @@ _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "outp
 
 
 class Reference:
-    """The `transformers` model in f32 with the weights of a GGUF file; llama and Gemma 3. Shares no code with
-    tools/convert."""
+    """The `transformers` model in f32 with the weights of a GGUF file; llama and Gemma 3."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, as_converted: bool = False) -> None:
+        """as_converted: with Q6_K rounded to 8-bit blocks, as tools/convert holds it; all other types are the file's
+        very numbers in both."""
         import torch
         import transformers
 
@@ -101,6 +103,8 @@ class Reference:
         weights = {}
         for tensor in reader.tensors:
             w = np.array(gguf.quants.dequantize(tensor.data, tensor.tensor_type), np.float32)
+            if as_converted and tensor.tensor_type.name == "Q6_K":
+                w = quantise_8_bit(w).dequantised()
             name, _, kind = tensor.name.rpartition(".")
             if name in _OUTER:
                 name = _OUTER[name]
@@ -109,8 +113,8 @@ class Reference:
                 name = f"model.layers.{layer}.{(_GEMMA_LAYER if family == 'gemma3' else _LAYER)[part]}"
             if family == "gemma3" and w.ndim == 1:
                 w -= 1
-            if family == "llama" and part_of(name) in ("q_proj", "k_proj"):
-                heads = sizes["num_attention_heads" if part_of(name) == "q_proj" else "num_key_value_heads"]
+            if family == "llama" and name.endswith(("q_proj", "k_proj")):  # rows are in rotary pairs
+                heads = sizes["num_attention_heads" if name.endswith("q_proj") else "num_key_value_heads"]
                 w = w.reshape(heads, -1, 2, w.shape[1]).swapaxes(1, 2).reshape(w.shape)
             weights[f"{name}.{kind}"] = torch.from_numpy(w)
         self._torch = torch
@@ -123,22 +127,6 @@ class Reference:
         """After every token, [len(tokens), vocab_size]."""
         with self._torch.inference_mode():
             return np.asarray(self.model(self._torch.tensor([list(tokens)])).logits[0].numpy())
-
-    def greedy(self, prompt: Sequence[int], n: int) -> list[int]:
-        """The n likeliest tokens, one after the other."""
-        with self._torch.inference_mode():
-            out, cache, given = [], None, list(prompt)
-            for _ in range(n):
-                result = self.model(
-                    self._torch.tensor([given]), past_key_values=cache, use_cache=True, logits_to_keep=1
-                )
-                cache, given = result.past_key_values, [int(result.logits[0, -1].argmax())]
-                out += given
-        return out
-
-
-def part_of(name: str) -> str:
-    return name.rpartition(".")[2]
 
 
 class Skerry:

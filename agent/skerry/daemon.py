@@ -59,6 +59,7 @@ def build_engine(config: Config, host: Host) -> Engine:
     )
     decoder = Decoder(model, sessions, Arena(layout, config.arena.lock))
     decoder.warm_up()
+    host.trim_heap()
     return Engine(decoder, text)
 
 

@@ -4,6 +4,7 @@ A test passes the root of another tree. A file that is missing, unreadable or in
 never an exception: a board without a sensor or a cgroup still answers. Knows nothing of what the numbers are used for.
 """
 
+import ctypes
 import mmap
 import re
 from pathlib import Path, PurePosixPath
@@ -66,6 +67,12 @@ class Host:
         group = PurePosixPath(own[1])
         texts = [self.read(f"/sys/fs/cgroup{level}/memory.max") or "" for level in (group, *group.parents)]
         return min((int(text) for text in texts if _NUMBER.fullmatch(text)), default=None)
+
+    def trim_heap(self) -> None:
+        """Give memory that was freed back to the kernel now: malloc_trim(3), where the C library has it."""
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
 
     def smaps_rollup(self, pid: int | str = "self") -> dict[str, int]:
         """The memory of a process by kind (Rss, Pss, Anonymous, Locked, ...) in bytes."""

@@ -6,6 +6,7 @@ read on demand, instead of anonymous memory, and a faster start. The key names t
 a cache that came from elsewhere is never used. A cache that cannot be written, or is torn, costs memory and time only.
 """
 
+import fcntl
 import hashlib
 import json
 import logging
@@ -13,6 +14,8 @@ import os
 import shutil
 import tempfile
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from skerry.modelfile import ModelFolder
 
 log = logging.getLogger(__name__)
 
+_PARTS = ("body", "head")
 _MANIFEST = "packed.json"
 _READ_BYTES = 1 << 20
 
@@ -42,14 +46,16 @@ class Sessions:
         Raises ModelError when ONNX Runtime cannot load the graphs.
         """
         self._model, self._threads, self._spin = model, threads or os.cpu_count() or 1, spin
-        stems = {part: f"{part}-f32" if f32 else part for part in ("body", "head")}
-        folder, self.packed = model.path, False
+        stems = {part: f"{part}-f32" if f32 else part for part in _PARTS}
+        graphs = {part: model.path / f"{stem}.onnx" for part, stem in stems.items()}
+        self.packed = False
         if cache_dir is not None and (identity := host.cpu_identity()):
             key = hashlib.sha256(f"{identity}|{onnxruntime.__version__}|{model.manifest.digest()}".encode()).hexdigest()
             cache = cache_dir / "packed" / model.path.name / f"{key[:16]}{'-f32' if f32 else ''}"
-            if self._whole(cache) or self._pack(cache, stems):
-                folder, self.packed = cache, True
-        self.body, self.head = (self._open(folder / f"{stem}.onnx", self.packed) for stem in stems.values())
+            if _whole(cache) or self._pack(cache, graphs):
+                self.packed = True
+                graphs = {part: cache / f"{part}.onnx" for part in _PARTS}
+        self.body, self.head = (self._open(graphs[part], self.packed) for part in _PARTS)
 
     def _options(self) -> Any:
         options = onnxruntime.SessionOptions()
@@ -70,48 +76,60 @@ class Sessions:
         except Exception as error:  # ONNX Runtime's own classes share no base
             raise ModelError(f"{graph}: ONNX Runtime cannot load it: {error}", "convert the model again") from None
 
-    def _pack(self, cache: Path, stems: dict[str, str]) -> bool:
+    def _pack(self, cache: Path, graphs: dict[str, Path]) -> bool:
         """Write both graphs with prepacked weights, whole or not at all; False where the disk does not let us."""
         try:
             cache.parent.mkdir(parents=True, exist_ok=True)
-            partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=cache.parent))
-        except OSError as error:
-            log.warning("weights stay on the heap: %s: %s", error.filename, error.strerror)
-            return False
-        try:
-            for stem in stems.values():
-                options = self._options()
-                options.optimized_model_filepath = str(partial / f"{stem}.onnx")
-                entry = options.add_session_config_entry
-                entry("session.optimized_model_external_initializers_file_name", f"{stem}.bin")
-                entry("session.save_external_prepacked_constant_initializers", "1")
-                self._open(self._model.path / f"{stem}.onnx", False, options)
-            _write_manifest(partial)
-            shutil.rmtree(cache, ignore_errors=True)  # a torn one
-            partial.rename(cache)
-            _sync(cache.parent)
+            with _locked(cache.parent):
+                if _whole(cache):  # another process was faster
+                    return True
+                for other in cache.parent.iterdir():  # unfinished, or of another version: flash is small
+                    if other.name.partition("-")[0] != cache.name.partition("-")[0]:
+                        shutil.rmtree(other, ignore_errors=True)
+                partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=cache.parent))
+                try:
+                    for part, graph in graphs.items():
+                        self._save(graph, partial / f"{part}.onnx")
+                    _write_manifest(partial)
+                    shutil.rmtree(cache, ignore_errors=True)  # a torn one
+                    partial.rename(cache)
+                    _sync(cache.parent)
+                finally:
+                    shutil.rmtree(partial, ignore_errors=True)
         except (OSError, ModelError) as error:
             # ONNX Runtime reports a full disk as an error of its own; a model that is broken fails again without us.
             log.warning("weights stay on the heap: %s: %s", cache, error)
             return False
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-        self._drop_stale(cache)
         return True
 
-    def _drop_stale(self, cache: Path) -> None:
-        """Remove what other versions left for this model: flash is small."""
-        for other in cache.parent.iterdir():
-            if other.name.split("-")[0] != cache.name.split("-")[0] and not other.name.startswith("."):
-                shutil.rmtree(other, ignore_errors=True)
+    def _save(self, graph: Path, target: Path) -> None:
+        """Have ONNX Runtime write a graph as optimised and prepacked for this CPU, its weights beside it."""
+        options = self._options()
+        options.optimized_model_filepath = str(target)
+        entry = options.add_session_config_entry
+        entry("session.optimized_model_external_initializers_file_name", f"{target.stem}.bin")
+        entry("session.save_external_prepacked_constant_initializers", "1")
+        self._open(graph, False, options)
 
-    def _whole(self, cache: Path) -> bool:
-        """Whether every file has the size and checksum that was written down; reading also warms the page cache."""
-        try:
-            files = json.loads((cache / _MANIFEST).read_text())
-            return all(_checksum(cache / name) == known for name, known in files.items()) and bool(files)
-        except (OSError, ValueError, AttributeError):
-            return False
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One process at a time (flock(2)); the lock ends with the process."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _whole(cache: Path) -> bool:
+    """Whether every file has the size and checksum that was written down; reading also warms the page cache."""
+    try:
+        files = json.loads((cache / _MANIFEST).read_text())
+        return all(_checksum(cache / name) == known for name, known in files.items()) and bool(files)
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def _write_manifest(folder: Path) -> None:
