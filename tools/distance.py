@@ -13,7 +13,7 @@ Needs the extra `reference`.
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -130,31 +130,31 @@ class Reference:
 
 
 class Skerry:
-    """One slot of the agent's decoder, whose logits are asked for at every position."""
+    """The agent's decoder, asked for its logits at every position."""
 
-    def __init__(self, folder: Path, f32: bool, max_tokens: int = 1024) -> None:
+    def __init__(self, folder: Path, f32: bool, slots: int = 1, max_tokens: int = 1024) -> None:
         model = ModelFolder(folder)
         sessions = Sessions(model, Host(), f32=f32, threads=0, spin=False, cache_dir=None)
-        arena = Arena(Layout(model.manifest.geometry, model.manifest.groups, 1, max_tokens), lock=False)
+        arena = Arena(Layout(model.manifest.geometry, model.manifest.groups, slots, max_tokens), lock=False)
         self._decoder = Decoder(model, sessions, arena, logits_rows=BLOCK)
 
-    def logits(self, tokens: Sequence[int]) -> F32:
+    def logits(self, tokens: Sequence[int], slot: int = 0) -> F32:
         """After every token, [len(tokens), vocab_size]."""
-        return np.concatenate(list(self._prefill(tokens)))
+        self._decoder.arena.truncate(slot, 0)
+        rows = []
+        while n := next_chunk(self._decoder.arena.length(slot), len(tokens)):
+            rows.append(self._decoder.prefill(slot, list(tokens[:n]), n).copy())
+            tokens = tokens[n:]
+        return np.concatenate(rows)
 
-    def greedy(self, prompt: Sequence[int], n: int) -> list[int]:
-        """The n likeliest tokens, one after the other, each by a decode step."""
-        *_, rows = self._prefill(prompt)
-        out = [int(rows[-1].argmax())]
-        while len(out) < n:
-            out.append(int(self._decoder.decode(0, out[-1:])[0].argmax()))
-        return out
-
-    def _prefill(self, tokens: Sequence[int]) -> Iterator[F32]:
-        self._decoder.arena.truncate(0, 0)
-        while at := next_chunk(self._decoder.arena.length(0), len(tokens)):
-            yield self._decoder.prefill(0, list(tokens[:at]), at).copy()
-            tokens = tokens[at:]
+    def greedy(self, prompts: Sequence[Sequence[int]], n: int) -> list[list[int]]:
+        """The n likeliest tokens after each prompt, one after the other; all slots decode together."""
+        answers = [[int(self.logits(prompt, slot)[-1].argmax())] for slot, prompt in enumerate(prompts)]
+        while len(answers[0]) < n:
+            rows = self._decoder.decode(0, [answer[-1] for answer in answers], [True] * len(answers))
+            for answer, row in zip(answers, rows, strict=True):
+                answer.append(int(row.argmax()))
+        return answers
 
 
 class LlamaCpp:
