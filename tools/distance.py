@@ -204,6 +204,12 @@ class Distance:
         return float(np.mean(self.same))
 
 
+def excess(ours: Distance, theirs: Distance) -> tuple[float, float]:
+    """By how much our coarse divergence is larger at the same positions: the mean, and its standard error."""
+    pairs = np.subtract(ours.coarse, theirs.coarse)
+    return float(pairs.mean()), float(pairs.std(ddof=1) / len(pairs) ** 0.5)
+
+
 def log_softmax(logits: F32) -> F64:
     logits = logits - logits.max(-1, keepdims=True)
     return np.asarray(logits - np.log(np.exp(logits).sum(-1, keepdims=True, dtype=np.float64)), np.float64)
@@ -259,6 +265,10 @@ def table(distances: dict[str, Distance]) -> str:
     for name, d in distances.items():
         numbers = f"{d.divergence:9.5f} {d.coarse_divergence:9.5f} {d.same_top:9.4f}"
         lines.append(f"{name:14} {len(d.same):9} {numbers}")
+    if "llama.cpp" in distances:
+        for name in distances.keys() - {"llama.cpp"}:
+            mean, error = excess(distances[name], distances["llama.cpp"])
+            lines.append(f"{name} beyond llama.cpp, coarse KL at the same positions: {mean:+.5f} +- {error:.5f}")
     return "\n".join(lines)
 
 
