@@ -44,6 +44,7 @@ test-extended: $(VENV)/.installed-reference setup ## tests against torch and a s
 	$(BIN)/pytest -m extended
 
 bench: setup ## measure beside llama.cpp: build/bench/report.json and .png
+	@$(BIN)/python -m tools.fetch --gguf $(MODEL)
 	$(BIN)/python -m tools.bench
 
 clean: ## delete what can be made again

@@ -13,7 +13,7 @@ from msgspec import structs
 
 from skerry.errors import SkerryError
 from skerry.modelfile import ModelFolder
-from tools.bench import limits, machine, memory, picture, requantise, speed, start
+from tools.bench import batch, limits, machine, memory, picture, requantise, speed, start
 from tools.bench.report import Panel, Row, table
 from tools.bench.setting import ROOT, PeerFile, Setting
 
@@ -21,7 +21,13 @@ MODEL = ROOT / "models" / "smollm2-135m-instruct"
 GGUF = ROOT / "build" / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 OUT = ROOT / "build" / "bench"
 
-BENCHES = {"speed": speed.measure, "limits": limits.measure, "start": start.measure, "memory": memory.measure}
+BENCHES = {
+    "speed": speed.measure,
+    "batch": batch.measure,
+    "limits": limits.measure,
+    "start": start.measure,
+    "memory": memory.measure,
+}
 
 
 def main() -> int:
