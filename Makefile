@@ -44,6 +44,7 @@ test-extended: $(VENV)/.installed-reference setup ## tests against torch and a s
 	$(BIN)/pytest -m extended
 
 bench: setup ## measure beside llama.cpp: build/bench/report.json and .png
+	@$(BIN)/python -m tools.fetch --gguf $(MODEL)
 	$(BIN)/python -m tools.bench
 
 # ---- installing on a board: the image's recipe, the emulated board and a developer's machine all run this -----------

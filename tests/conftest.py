@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tools.convert.folder import convert
+from tools.fetch import gguf
 from tools.tiny import Family, write_tiny
 
 ROOT = Path(__file__).parent.parent
@@ -62,13 +63,14 @@ def default_model() -> Path:
 
 @pytest.fixture(scope="session")
 def gguf_path() -> Path:
-    """The file that the default model was converted from."""
-    return _present(BUILD / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf", "make setup")
+    """The file that the default model was converted from, fetched when it is not there."""
+    return gguf("smollm2-135m-instruct")
 
 
 @pytest.fixture(scope="session")
 def gemma_gguf_path() -> Path:
-    return _present(BUILD / "models" / "gemma-3-270m-q4_k_m.gguf", "make test-extended")
+    """Of the second model, fetched when it is not there."""
+    return gguf("gemma-3-270m")
 
 
 @pytest.fixture(scope="session")

@@ -99,8 +99,10 @@ def _sha256(file: Path) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.fetch", description=__doc__)
     parser.add_argument("name", choices=known_models())
+    parser.add_argument("--gguf", action="store_true", help="only the GGUF file, into build/models/")
+    arguments = parser.parse_args()
     try:
-        print(folder(parser.parse_args().name).relative_to(ROOT))
+        print((gguf if arguments.gguf else folder)(arguments.name).relative_to(ROOT))
     except SkerryError as error:
         print(f"fetch: {error}", file=sys.stderr)
         return 1

@@ -1,5 +1,6 @@
 """The command line as a person and a program use it: real processes, a pseudo-terminal for the chat."""
 
+import contextlib
 import json
 import os
 import pty
@@ -165,10 +166,8 @@ def chat(request, tiny_model: Path, tmp_path: Path):
     file.write_text(small(tiny_model))
     chat = Chat(file, {"TERM": request.param, "XDG_CACHE_HOME": str(tmp_path / "cache")})
     yield chat
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(chat.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     os.close(chat.fd)
 
 

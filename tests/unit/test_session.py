@@ -32,7 +32,7 @@ def model(tiny_model: Path) -> ModelFolder:
 
 
 def only_cache(cache: Path) -> Path:
-    (folder,) = [path for path in cache.glob("packed/*/*")]
+    (folder,) = list(cache.glob("packed/*/*"))
     return folder
 
 

@@ -13,7 +13,7 @@ from msgspec import structs
 
 from skerry.errors import SkerryError
 from skerry.modelfile import ModelFolder
-from tools.bench import limits, machine, memory, picture, requantise, speed, start
+from tools.bench import batch, limits, machine, memory, picture, requantise, speed, start
 from tools.bench.report import Panel, Row, table
 from tools.bench.setting import ROOT, PeerFile, Setting
 
@@ -21,7 +21,13 @@ MODEL = ROOT / "models" / "smollm2-135m-instruct"
 GGUF = ROOT / "build" / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 OUT = ROOT / "build" / "bench"
 
-BENCHES = {"speed": speed.measure, "limits": limits.measure, "start": start.measure, "memory": memory.measure}
+BENCHES = {
+    "speed": speed.measure,
+    "batch": batch.measure,
+    "limits": limits.measure,
+    "start": start.measure,
+    "memory": memory.measure,
+}
 
 
 def main() -> int:
@@ -49,6 +55,7 @@ def run(setting: Setting, names: list[str]) -> None:
     about = machine.describe()
     for name, text in about.items():
         print(f"{name:15} {text}")
+    (setting.out / "machine.json").write_bytes(msgspec.json.format(msgspec.json.encode(about)) + b"\n")
     rows: list[Row] = []
     panels: list[Panel] = []
     for name in names:
@@ -57,9 +64,8 @@ def run(setting: Setting, names: list[str]) -> None:
         measured = [structs.replace(row, command=command) for row in outcome.rows]
         print(f"\n{name} ({command})\n{table(measured)}", flush=True)
         rows += measured
+        (setting.out / "report.json").write_bytes(msgspec.json.format(msgspec.json.encode(rows)) + b"\n")
         panels += outcome.panels
-    (setting.out / "machine.json").write_bytes(msgspec.json.format(msgspec.json.encode(about)) + b"\n")
-    (setting.out / "report.json").write_bytes(msgspec.json.format(msgspec.json.encode(rows)) + b"\n")
     title = f"{setting.model.manifest.name} on {about['CPU']}, {about['cores']} cores{', a smoke run' * setting.quick}"
     picture.draw(setting.out / "report.png", title, panels, rows)
     print(f"\nwrote report.json, report.png and machine.json to {setting.out}")
@@ -74,9 +80,9 @@ def _peers(model: ModelFolder, gguf: Path, out: Path) -> tuple[PeerFile, ...]:
         return PeerFile("llama.cpp (same file)", None), PeerFile("llama.cpp Q4_0 (its fastest)", None)
     if requantise.sha256(gguf) != model.manifest.source.sha256:
         print(f"{gguf.name} is not the file that {model.path.name} was converted from", file=sys.stderr)
-    kind = requantise.main_kind(gguf)
+    kind = requantise.kind_of(gguf)
     same = PeerFile(f"llama.cpp {kind} (same file)", gguf)
-    if kind not in requantise.FOUR_BITS:
+    if not kind.startswith(("Q4_1", "Q4_K")):  # already its fastest, or of other bits
         return (same,)
     return same, PeerFile("llama.cpp Q4_0 (its fastest)", requantise.q4_0(gguf, out))
 

@@ -42,15 +42,15 @@ def measure(setting: Setting) -> Outcome:
     ours.fill(_N)
     weights, array = weight_bytes(setting.model.manifest), np.ones(_ARRAY_BYTES // 8, np.uint64)
     rates, tokens, own = [], [], []
-    for _ in progress("memory bandwidth and Python's own time", range(setting.pick(24, 3))):
+    for _ in progress("memory bandwidth and Python's own time", range(setting.pick(16, 3))):
         rates.append(_read_rate(array))
         before = sum(part.seconds for part in parts)
         tokens.append(ours.decode_ms(_N, _STEPS))
         own.append(tokens[-1] - (sum(part.seconds for part in parts) - before) / _STEPS * 1e3)
     floors = [weights / rate * 1e3 for rate in rates]
     parts_ms = {
-        "weights at the bandwidth's limit": median(floors),
-        "the runtime beyond that": median(tokens) - median(floors) - median(own),
+        "reading the weights\nat full bandwidth": median(floors),
+        "the runtime\nbeyond that": median(tokens) - median(floors) - median(own),
         "Python": median(own),
     }
     return Outcome(
@@ -59,7 +59,7 @@ def measure(setting: Setting) -> Outcome:
             Row("weights read per token", middle([weights / 1e6]), "MB"),
             Row("token at the bandwidth's limit", middle(floors), "ms/token"),
             Row(
-                f"decode, 1 thread, n={_N}, of that limit",
+                f"of that limit reached, 1 thread, n={_N}",
                 middle([floor / token * 100 for floor, token in zip(floors, tokens, strict=True)]),
                 "%",
             ),

@@ -25,24 +25,21 @@ def measure(setting: Setting) -> Outcome:
     jobs = Jobs(setting, threads=1)
     fresh = setting.out / "fresh-cache"
     rmtree(fresh, ignore_errors=True)
-    packing = replace(jobs.ours, label=f"{OURS}, first start (packs its weights)", cache=fresh)
-    forms = [
-        packing,
-        replace(jobs.ours, label=f"{OURS}, weights mapped", cache=fresh),
-        replace(jobs.ours, label=f"{OURS}, weights on the heap", cache=None),
-    ]
-    found = {job.label: spawn(job).memory for job in progress("memory by kind", [*forms, *jobs.peers])}
+    tokens = setting.pick(4000, 150)
+    packing = replace(jobs.ours, label=f"{OURS}, first start (packs its weights)", cache=fresh.absolute())
+    mapped = replace(packing, label=f"{OURS}, weights mapped", endless=tokens, every=setting.pick(250, 50))
+    heap = replace(jobs.ours, label=f"{OURS}, weights on the heap", cache=None)
+    heard = {job.label: spawn(job) for job in progress("memory by kind", [packing, mapped, heap, *jobs.peers])}
     rmtree(fresh, ignore_errors=True)
+
+    found = {label: child.memory for label, child in heard.items()}
     rows: list[Row] = []
-    for form in forms:
+    for form in (packing, mapped, heap):
         for kind in ("peak",) if form is packing else ("peak", "anonymous", "file"):
             of_peers = {job.label: [getattr(found[job.label], kind) / _MB] for job in jobs.peers}
             values = {OURS: [getattr(found[form.label], kind) / _MB], **of_peers, **jobs.absent}
             rows += compare(f"{kind} memory, {form.label.removeprefix(f'{OURS}, ')}", "MB", values)
-
-    tokens = setting.pick(4000, 300)
-    endless = replace(jobs.ours, endless=tokens, every=setting.pick(250, 50))
-    samples = [sample for job in progress(f"{tokens} tokens on end", [endless]) for sample in spawn(job).samples]
+    samples = heard[mapped.label].samples
     warm = [sample for sample in samples if sample[0] >= _WARM_TOKENS] or samples
     slope = linear_regression(*zip(*warm, strict=True)).slope * 1000 / KIB
     rows.append(Row(f"memory growth over {tokens} tokens", round(slope, 1), "KB per 1,000 tokens"))

@@ -50,7 +50,8 @@ def draw(path: Path, title: str, panels: Sequence[Panel], rows: Sequence[Row]) -
         axes.grid(axis="y", alpha=0.3)
         axes.set_axisbelow(True)
         panel.draw(axes)
-    _draw_ratios(figure.add_subplot(grid[:, _COLUMNS]), [row for row in rows if row.ratio is not None])
+    if compared := [row for row in rows if row.ratio is not None]:
+        _draw_ratios(figure.add_subplot(grid[:, _COLUMNS]), compared)
     figure.savefig(path, dpi=100)
     pyplot.close(figure)
 
@@ -58,7 +59,7 @@ def draw(path: Path, title: str, panels: Sequence[Panel], rows: Sequence[Row]) -
 def _draw_ratios(axes: Any, rows: Sequence[Row]) -> None:
     names = list(dict.fromkeys(row.name for row in rows))
     peers = list(dict.fromkeys(row.peer for row in rows if row.peer))
-    height = 0.8 / max(1, len(peers))
+    height = 0.8 / len(peers)
     for i, peer in enumerate(peers):
         of_peer = {row.name: row.ratio for row in rows if row.peer == peer}
         places = [names.index(name) + (i - (len(peers) - 1) / 2) * height for name in of_peer]
@@ -73,4 +74,4 @@ def _draw_ratios(axes: Any, rows: Sequence[Row]) -> None:
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.margins(x=0.1)
     axes.set_title("How many times better (1 = equal)")
-    axes.legend(fontsize="x-small", loc="lower center", bbox_to_anchor=(0.5, -0.1 / max(1, len(names) / 12)))
+    axes.legend(fontsize="x-small", loc="upper center", bbox_to_anchor=(0.5, -0.04), ncols=3)

@@ -1,13 +1,13 @@
 """The peer's fastest file of like bits: llama.cpp rearranges Q4_0 for AVX2 and NEON when it loads it, and Q4_1 not."""
 
 import hashlib
-from collections import Counter
+import re
 from pathlib import Path
 
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, LlamaFileType
 from gguf.quants import dequantize, quantize
 
-FOUR_BITS = ("Q4_1", "Q4_K")
+_FOUR_BITS = ("Q4_1", "Q4_K")
 
 
 def sha256(path: Path) -> str:
@@ -15,14 +15,14 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def main_kind(path: Path) -> str:
-    """The type of most matrices of a GGUF file, as `Q4_1`."""
-    kinds = Counter(tensor.tensor_type.name for tensor in GGUFReader(path).tensors if len(tensor.shape) > 1)
-    return str(kinds.most_common(1)[0][0])
+def kind_of(path: Path) -> str:
+    """The kind of its matrices, by its name (ggml, docs/gguf.md, GGUF naming convention); empty if unnamed."""
+    found = re.search(r"(?<![A-Z0-9])(?:I?Q\d\w*|B?F16|F32)$", path.stem, re.IGNORECASE)
+    return found[0].upper() if found else ""
 
 
 def q4_0(source: Path, folder: Path) -> Path:
-    """A copy of `source` in `folder` whose 4-bit matrices are Q4_0, all else as it was; made once, always the same."""
+    """A copy of `source` in `folder` whose Q4_1 and Q4_K matrices are Q4_0, all else as it was; made once."""
     target = folder / f"{source.stem}.{sha256(source)[:8]}.as-Q4_0.gguf"
     if target.exists():
         return target
@@ -39,7 +39,7 @@ def q4_0(source: Path, folder: Path) -> Path:
             )
     for tensor in reader.tensors:
         data, kind = tensor.data, tensor.tensor_type
-        if kind.name in FOUR_BITS:
+        if kind.name in _FOUR_BITS:
             data, kind = quantize(dequantize(data, kind), GGMLQuantizationType.Q4_0), GGMLQuantizationType.Q4_0
         writer.add_tensor(tensor.name, data, raw_dtype=kind)
     writer.write_header_to_file()

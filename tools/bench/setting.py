@@ -42,7 +42,7 @@ class Setting:
     @property
     def threads(self) -> tuple[int, ...]:
         """Numbers of threads to measure with."""
-        return (1, 2) if len(os.sched_getaffinity(0)) > 1 else (1,)
+        return (1, 2) if len(os.sched_getaffinity(0)) > 1 and not self.quick else (1,)
 
     def pick(self, full: int, quick: int) -> int:
         """A count of rounds or tokens, for a full or a quick run."""
@@ -54,11 +54,11 @@ class Labelled(Protocol):
     def label(self) -> str: ...
 
 
-C = TypeVar("C", bound=Labelled)
+L = TypeVar("L", bound=Labelled)
 T = TypeVar("T")
 
 
-def in_turn(title: str, contenders: Sequence[C], count: int, measure: Callable[[C], float]) -> dict[str, list[float]]:
+def in_turn(title: str, contenders: Sequence[L], count: int, measure: Callable[[L], float]) -> dict[str, list[float]]:
     """By contender, `count` values, measured one after the other in each round; who begins changes with every round."""
     values: dict[str, list[float]] = {contender.label: [] for contender in contenders}
     for number in progress(title, range(count)):

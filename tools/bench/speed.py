@@ -30,9 +30,9 @@ def measure(setting: Setting) -> Outcome:
             for contender in contenders:
                 contender.fill(n)
             task = methodcaller("decode_ms", n, _STEPS)
-            decode[threads, n] = {**in_turn(_decode_name(threads, n), contenders, setting.pick(16, 2), task), **absent}
+            decode[threads, n] = {**in_turn(_decode_name(threads, n), contenders, setting.pick(12, 2), task), **absent}
         for n in _PROMPTS[:1] if setting.quick else _PROMPTS:
-            task, rounds = methodcaller("prefill_rate", n), setting.pick(4 + 512 // n, 1)
+            task, rounds = methodcaller("prefill_rate", n), setting.pick(3 + 512 // n, 1)
             prefill[threads, n] = {**in_turn(_prefill_name(threads, n), contenders, rounds, task), **absent}
     rows: list[Row] = []
     for key, values in decode.items():

@@ -13,7 +13,7 @@ def measure(setting: Setting) -> Outcome:
     if not setting.cache.exists():
         spawn(jobs.ours)  # packs the weights
     name = f"first token after start, {threads_text(threads)}"
-    values = in_turn(name, [jobs.ours, *jobs.peers], setting.pick(5, 1), lambda job: spawn(job).first_s)
+    values = in_turn(name, [jobs.ours, *jobs.peers], setting.pick(3, 1), lambda job: spawn(job).first_s)
     values |= jobs.absent
     medians = {"": {label: middle(times) for label, times in values.items()}}
     panel = Panel("First token after the start of the process, s (lower is better)", lambda axes: bars(axes, medians))

@@ -21,6 +21,9 @@ Activation = Literal["silu", "gelu_tanh"]
 GEMMA3_PATTERN = 6
 """Every sixth layer sees all rows (Gemma 3 technical report, 2025, section 2)."""
 GEMMA3_LOCAL_BASE = 10_000.0
+MOST_LAYERS = 1_000
+MOST_VALUES = 1 << 20
+"""In a row of activations."""
 
 
 @dataclass(frozen=True)
@@ -172,11 +175,15 @@ def _check_finite(name: str, *parts: F32 | None) -> None:
 
 def check_geometry(g: Geometry) -> None:
     """Raises ModelError for sizes that the graph cannot hold."""
+    if not 0 < g.layers <= MOST_LAYERS:
+        raise ModelError(f"{g.layers} layers are out of range", "the file is torn")
     for what, size in (
         ("hidden size", g.hidden_size),
         ("intermediate size", g.intermediate_size),
         ("heads x head size", g.heads * g.head_size),
     ):
+        if not 0 < size <= MOST_VALUES:
+            raise ModelError(f"{what} {size} is out of range", "the file is torn")
         if size % QUANT_BLOCK:
             raise ModelError(f"{what} {size} is not a multiple of {QUANT_BLOCK}", "this model is unsupported")
     if g.heads % g.kv_heads:

@@ -18,8 +18,10 @@ from skerry.modelfile import (
     MANIFEST,
     TOKENIZER,
     Manifest,
+    ModelFolder,
     StoredFile,
 )
+from skerry.text import Text
 from tools.convert import gguf_file, graph, safetensors_folder
 from tools.convert.blocks import quantise_8_bit
 from tools.convert.checkpoint import Checkpoint
@@ -56,11 +58,27 @@ def convert(source: Path, target: Path, name: str = "", licence: str = "", url: 
         )
         document = yaml.safe_dump(msgspec.to_builtins(manifest), sort_keys=False, width=120)
         (partial / MANIFEST).write_text(document, "utf-8")
+        _check_opens(partial, source)
         partial.chmod(0o755)
         _replace(partial, target)
+    except ValueError as error:  # a number that a graph cannot hold, text that is not Unicode
+        raise ModelError(f"{source}: cannot be converted: {error}", "the file is torn or of an unknown form") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return manifest
+
+
+def _check_opens(folder: Path, source: Path) -> None:
+    """Open what was written as the agent does, so that no folder takes its place that the agent would refuse."""
+    try:
+        manifest = ModelFolder(folder).manifest
+        tokens = manifest.tokens
+        if unknown := {tokens.bos or 0, *tokens.end} - set(range(manifest.geometry.vocab_size)):
+            raise ModelError(f"special tokens {sorted(unknown)} are not in the vocabulary")
+        Text(folder, tokens.end, tokens.bos, tokens.add_bos)
+    except ModelError as error:
+        message = error.message.removeprefix(f"{folder}/")
+        raise ModelError(f"{source}: the model would not open: {message}", "the file is torn or unsupported") from None
 
 
 def _write_graphs(checkpoint: Checkpoint, folder: Path, source: Path) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from gguf import GGUFReader
 
 from skerry.errors import ModelError
@@ -53,12 +54,14 @@ NAMES = TensorNames(
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma3")
 _END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
 GEMMA3_27B_LAYERS = 62
+MOST_READS = 10_000_000
+"""A file with a vocabulary of 262,144 takes 1.3 million."""
 
 
 def read(path: Path, licence: str = "") -> Checkpoint:
     """Raises ModelError for a file that is torn or that no supported family can be read from."""
     try:
-        reader = GGUFReader(path)
+        reader = _Reader(path)
         fields = {key: field.contents() for key, field in reader.fields.items()}
         tensors = {tensor.name: tensor for tensor in reader.tensors}
         shapes = {name: tuple(int(d) for d in reversed(tensor.shape)) for name, tensor in tensors.items()}
@@ -70,6 +73,21 @@ def read(path: Path, licence: str = "") -> Checkpoint:
         return _checkpoint(path, fields, tensors, shapes, licence)
     except ModelError as error:
         raise ModelError(f"{path}: {error.message}", error.hint) from None
+    except Exception as error:  # a value of another type than its key promises, or what the tokenizers library raises
+        reason = str(error).partition("\n")[0]
+        raise ModelError(f"{path}: cannot be read: {reason}", "the file is torn or of an unknown form") from error
+
+
+class _Reader(GGUFReader):  # type: ignore[misc]
+    """The library's own reads on past the end, and for ever where a damaged count is huge."""
+
+    reads = 0
+
+    def _get(self, offset: int, dtype: npt.DTypeLike, count: int = 1, *order: Any, **named: Any) -> Any:
+        self.reads += 1
+        if offset + np.dtype(dtype).itemsize * int(count) > len(self.data) or self.reads > MOST_READS:
+            raise ValueError(f"what begins at byte {offset} does not end")
+        return super()._get(offset, dtype, count, *order, **named)
 
 
 def _checkpoint(
@@ -158,7 +176,7 @@ def _rope_factors(fields: dict[str, Any], family: str, table: Tensors, head_size
 
 
 def _tokens(fields: dict[str, Any]) -> Tokens:
-    names = {token: i for i, token in enumerate(fields["tokenizer.ggml.tokens"])}
+    names = {token: i for i, token in enumerate(fields.get("tokenizer.ggml.tokens", ()))}
     end = [fields.get("tokenizer.ggml.eos_token_id"), fields.get("tokenizer.ggml.eot_token_id")]
     end += [names.get(token) for token in _END_TOKENS]
     bos = fields.get("tokenizer.ggml.bos_token_id")

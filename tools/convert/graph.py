@@ -115,53 +115,48 @@ class _Graph:
         self.nodes_out("SkipSimplifiedLayerNormalization", inputs, outputs, MS, epsilon=self.epsilon)
         return name, outputs[3]
 
-    def linear(self, x: str, w: Blocks, name: str, file: WeightFile, dims: int, bias: F32 | None = None) -> str:
-        """x @ w.T + bias, where x has `dims` dimensions; see blocks.py for the correction by block sums."""
-        tensors = [file.add(f"{name}.q", w.packed()), file.add(f"{name}.scale", w.scale)]
-        return self._linear(x, w, name, tensors, dims, bias, file)
+    def linear(self, x: str, w: Blocks, name: str, file: WeightFile, bias: F32 | None = None) -> str:
+        """x @ w.T + bias; see blocks.py for the correction by block sums."""
+        q, scale = (self._stored(file, f"{name}.{part}", a) for part, a in (("q", w.packed()), ("scale", w.scale)))
+        added = "" if bias is None else self.constant(f"{name}.bias", bias)
+        if w.offset is None:
+            return self._product(x, q, scale, name, w.k, w.n, w.bits, added)
+        quantised = self._product(x, q, scale, f"{name}.quantised", w.k, w.n, w.bits, added)
+        sums = self._block_sums(x, w.k, f"{name}.sums", file)
+        offset = self._stored(file, f"{name}.offset", w.offset.T)
+        correction = self.node("MatMul", [sums, offset], f"{name}.correction")
+        return self.node("Add", [quantised, correction], name)
 
     def linear_at(self, x: str, w: Blocks, name: str, tensors: list[TensorProto]) -> str:
-        """As `linear` over [R, k] with weights that are stored elsewhere; w has no offset."""
+        """As `linear` with q and scale stored elsewhere; w has no offset."""
         assert w.offset is None
-        return self._linear(x, w, name, tensors, 2, None, None)
+        self.initializers |= {tensor.name: tensor for tensor in tensors}
+        return self._product(x, tensors[0].name, tensors[1].name, name, w.k, w.n, w.bits)
 
-    def _linear(
-        self,
-        x: str,
-        w: Blocks,
-        name: str,
-        tensors: list[TensorProto],
-        dims: int,
-        bias: F32 | None,
-        file: WeightFile | None,
-    ) -> str:
-        for tensor in tensors:
-            self.initializers[tensor.name] = tensor
-        inputs = [x, *(tensor.name for tensor in tensors)]
-        if bias is not None:
-            inputs += ["", "", self.constant(f"{name}.bias", bias)]
-        quantised = name if w.offset is None else f"{name}.quantised"
-        self.node(
-            "MatMulNBits",
-            inputs,
-            quantised,
-            MS,
-            K=w.k,
-            N=w.n,
-            bits=w.bits,
-            block_size=QUANT_BLOCK,
-            accuracy_level=INT8_PRODUCTS,
-        )
-        if w.offset is None or file is None:
-            return name
-        offset = file.add(f"{name}.offset", w.offset.T)
-        self.initializers[offset.name] = offset
-        keep = (0,) * (dims - 1)
-        blocks = self.node("Reshape", [x, self.shape(*keep, w.k // QUANT_BLOCK, QUANT_BLOCK)], f"{name}.blocks")
-        last = self.constant("axis.last", np.asarray([-1], np.int64))
-        sums = self.node("ReduceSum", [blocks, last], f"{name}.sums", keepdims=0)
-        correction = self.node("MatMul", [sums, offset.name], f"{name}.correction")
-        return self.node("Add", [quantised, correction], name)
+    def _block_sums(self, x: str, k: int, name: str, file: WeightFile) -> str:
+        """Sums of x [..., k] over blocks of 32: a product with zeros and ones, in the arithmetic of all other products.
+
+        With int8 products these are sums of the rounded activations, so that rounding errs by w times the error of x,
+        as it does with unsplit weights; next to sums of x itself the error would be that of w - offset, which is larger
+        (docs/performance.md). It is also the cheapest way: one small operator.
+        """
+        blocks = k // QUANT_BLOCK
+        q, scale = f"ones.{k}.q", f"ones.{k}.scale"
+        if q not in self.initializers:
+            ones = Blocks(4, np.full((blocks, blocks, QUANT_BLOCK), 8, np.uint8), np.ones((blocks, blocks), np.float32))
+            ones.q[np.arange(blocks), np.arange(blocks)] = 9
+            self._stored(file, q, ones.packed())
+            self._stored(file, scale, ones.scale)
+        return self._product(x, q, scale, name, k, blocks, 4)
+
+    def _product(self, x: str, q: str, scale: str, name: str, k: int, n: int, bits: int, bias: str = "") -> str:
+        inputs = [x, q, scale] + (["", "", bias] if bias else [])
+        sizes = {"K": k, "N": n, "bits": bits, "block_size": QUANT_BLOCK}
+        return self.node("MatMulNBits", inputs, name, MS, accuracy_level=INT8_PRODUCTS, **sizes)
+
+    def _stored(self, file: WeightFile, name: str, array: npt.NDArray[Any]) -> str:
+        self.initializers[name] = file.add(name, array)
+        return name
 
     def model(
         self, name: str, inputs: list[onnx.ValueInfoProto], outputs: list[onnx.ValueInfoProto]
@@ -211,18 +206,18 @@ def _layer(
     else:
         x = graph.norm(residual, layer.attention_norm, f"attention_norm.{i}")
     attended = _attention(graph, checkpoint, layer, i, group, x, weights)
-    delta = graph.linear(attended, layer.attention_out, f"attention_out.{i}", weights, 3, layer.attention_out_bias)
+    delta = graph.linear(attended, layer.attention_out, f"attention_out.{i}", weights, layer.attention_out_bias)
     if layer.post_attention_norm is not None:
         delta = graph.norm(delta, layer.post_attention_norm, f"post_attention_norm.{i}")
     x, residual = graph.add_and_norm(delta, residual, layer.ffn_norm, f"ffn_norm.{i}")
-    gate_up = graph.linear(x, layer.gate_up, f"gate_up.{i}", weights, 3)
+    gate_up = graph.linear(x, layer.gate_up, f"gate_up.{i}", weights)
     graph.nodes_out("Split", [gate_up], [f"gate.{i}", f"up.{i}"], axis=-1, num_outputs=2)
     if checkpoint.activation == "silu":
         activated = graph.node("QuickGelu", [f"gate.{i}"], f"activated.{i}", MS, alpha=1.0)  # x * sigmoid(x)
     else:
         activated = graph.node("FastGelu", [f"gate.{i}"], f"activated.{i}", MS)  # the tanh form
     gated = graph.node("Mul", [activated, f"up.{i}"], f"gated.{i}")
-    delta = graph.linear(gated, layer.down, f"down.{i}", weights, 3)
+    delta = graph.linear(gated, layer.down, f"down.{i}", weights)
     if layer.post_ffn_norm is not None:
         delta = graph.norm(delta, layer.post_ffn_norm, f"post_ffn_norm.{i}")
     return residual, delta
@@ -232,7 +227,7 @@ def _attention(
     graph: _Graph, checkpoint: Checkpoint, layer: Layer, i: int, group: LayerGroup, x: str, weights: WeightFile
 ) -> str:
     g = checkpoint.geometry
-    qkv = [graph.linear(x, layer.qkv, f"qkv.{i}", weights, 3, layer.qkv_bias), "", ""]
+    qkv = [graph.linear(x, layer.qkv, f"qkv.{i}", weights, layer.qkv_bias), "", ""]
     if layer.q_norm is not None or layer.k_norm is not None:
         sizes = np.asarray([g.heads, g.kv_heads, g.kv_heads], np.int64) * g.head_size
         parts = [f"query.{i}", f"new_key.{i}", f"new_value.{i}"]
@@ -267,7 +262,7 @@ def head(checkpoint: Checkpoint, w: Blocks, weights: WeightFile | None, tied: li
     if weights is None:
         graph.linear_at(x, w, "logits", tied)
     else:
-        graph.linear(x, w, "logits", weights, 2)
+        graph.linear(x, w, "logits", weights)
     return graph.model(
         "head",
         [_value("hidden", TensorProto.FLOAT, "R", g.hidden_size)],

@@ -58,7 +58,7 @@ def read(path: Path, licence: str = "") -> Checkpoint:
         raise ModelError(f"{path}: not whole safetensors: {error}", "download it again") from None
     except KeyError as error:
         raise ModelError(f"{path}: config.json has no {error}", "the file is torn or of an unknown form") from None
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ArithmeticError) as error:
         raise ModelError(f"{path}: cannot be read: {error}", "the files are torn or of an unknown form") from None
 
 
@@ -84,6 +84,7 @@ def _checkpoint(path: Path, config: dict[str, Any], licence: str) -> Checkpoint:
         raise ModelError(f"model_type {kind!r} is not supported", f"supported: {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
     gemma = family == "gemma3"
+    _check_form(config, "gelu_pytorch_tanh" if gemma else "silu")
     files = sorted(path.glob("*.safetensors"))
     if not files:
         raise ModelError("no *.safetensors here")
@@ -139,7 +140,7 @@ def _checkpoint(path: Path, config: dict[str, Any], licence: str) -> Checkpoint:
         tokens=_tokens(config, _optional_json(path / "generation_config.json"), tokenizer_config),
         epsilon=float(config["rms_norm_eps"]),
         activation="gelu_tanh" if gemma else "silu",
-        attention_scale=float(config["query_pre_attn_scalar"] if gemma else geometry.head_size) ** -0.5,
+        attention_scale=abs(float(config["query_pre_attn_scalar"] if gemma else geometry.head_size)) ** -0.5,
         embedding_scale=hidden**0.5 if gemma else 1.0,
         source=Source(file=path.name, sha256=digest.hexdigest(), licence=licence),
         tokenizer_json=_text(path / "tokenizer.json"),
@@ -150,6 +151,19 @@ def _checkpoint(path: Path, config: dict[str, Any], licence: str) -> Checkpoint:
         final_norm=table.required(names.final_norm, hidden) + np.float32(table.norm_offset),
         check_all_taken=table.check_all_taken,
     )
+
+
+def _check_form(config: dict[str, Any], activation: str) -> None:
+    """What the graph computes is not what another variant of the family does."""
+    expected = {
+        "hidden_act": activation,
+        "hidden_activation": activation,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+    }
+    for key, value in expected.items():
+        if config.get(key) not in (None, value):
+            raise ModelError(f"config.json: {key} {config[key]!r} is not supported", "this variant is unsupported")
 
 
 def _open(file: Path) -> Any:
