@@ -99,7 +99,7 @@ def product(w: Blocks, x: np.ndarray, level: int, folder, bias: np.ndarray | Non
     """x @ w.T + bias by ONNX Runtime, through the converter's own graph."""
     graph = _Graph(1e-6)
     file = WeightFile(folder / "w.bin")
-    graph.linear("x", w, "y", file, 3, bias)
+    graph.linear("x", w, "y", file, bias)
     file.close()
     model = graph.model(
         "g",
