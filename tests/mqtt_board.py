@@ -171,6 +171,8 @@ class Peer:
         )
         if user:
             client.username_pw_set(user, f"{user}-secret")
+        if will:
+            client.will_set(*will, qos=1, retain=True)
         if tls:
             client.tls_set(**tls)
         client.on_connect = lambda *_: client.subscribe([(topic, 1) for topic in topics or ("nothing",)])

@@ -1,5 +1,6 @@
 """The MQTT transport against a real mosquitto, with a real service over a tiny model."""
 
+import json
 import random
 import re
 import subprocess
@@ -341,17 +342,23 @@ def test_what_the_broker_does_not_take_whole_comes_in_parts(
 def test_two_boards_with_one_client_id(
     engine: Engine, broker: Broker, peers: Peers, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The other's last will, which the broker publishes when the board throws it out in turn, gives it away."""
+    will = json.dumps({"type": "status", "state": "offline", "instance": "other"})
     with Board(engine, Mqtt(url=broker.url)):
         peer = peers(broker, OWN)
         peer.online()
-        rival = peers(broker, client_id=f"skerry-{NODE}")
-        for _ in range(2):
-            rival.publish(
-                f"skerry/{NODE}/status", {"type": "status", "state": "idle", "instance": "other"}, retain=True
-            )
+        rival = peers(broker, client_id=f"skerry-{NODE}", will=(f"skerry/{NODE}/status", will))
+        told = False
+        for _ in range(20):
             assert rival.ended.wait(TIMEOUT_S)
+            for got in peer.messages():
+                told = told or (got.topic.endswith("/event") and got.message["event"] == "duplicate")
+                if told or (got.topic.endswith("/status") and got.message["state"] == "idle"):
+                    break
+            if told:
+                break
             rival.connect()
-        peer.event("duplicate")
+        assert told
         peer.ask({"id": "q1", "text": "Which one are you?", "max_tokens": 4})
         assert text_of(peer.answer("q1"))
     assert [record for record in caplog.records if f"two boards are called {NODE}" in record.message]

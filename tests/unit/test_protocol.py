@@ -1,5 +1,6 @@
 """Messages: every example of docs/protocol.md, and what is no message."""
 
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -98,7 +99,5 @@ def test_no_bytes_raise_anything_else(line: bytes) -> None:
 @given(st.recursive(st.none() | st.booleans() | st.floats() | st.text(), lambda c: st.dictionaries(st.text(), c)))
 def test_no_json_raises_anything_else(value: object) -> None:
     for line in (json.dumps(value), json.dumps({"type": "ask", "id": "a", "text": value, "stop": value})):
-        try:
+        with contextlib.suppress(ProtocolError):
             parse(line.encode())
-        except ProtocolError:
-            pass
