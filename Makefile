@@ -37,7 +37,17 @@ lint: $(VENV)/.installed-dev ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: $(VENV)/.installed-dev setup lint ## lint, types and all tests but the extended ones and the board's
+# What tests need from Debian: installed where we may, else named.
+.PHONY: debian-test
+debian-test:
+	@missing=""; for pair in mosquitto:mosquitto openssl:openssl systemd-analyze:systemd; do \
+		PATH="$$PATH:/usr/sbin" command -v $${pair%%:*} >/dev/null || missing="$$missing $${pair##*:}"; done; \
+	test -z "$$missing" || { \
+		if [ "$$(id -u)" = 0 ]; then \
+			echo "installing$$missing by apt-get"; apt-get -qq update && apt-get -qq install --no-install-recommends $$missing >/dev/null; \
+		else echo "tests need:$$missing; run: sudo apt-get install$$missing" >&2; exit 1; fi; }
+
+test: debian-test $(VENV)/.installed-dev setup lint ## lint, types and all tests but the extended ones and the board's
 	$(BIN)/pytest
 
 test-extended: $(VENV)/.installed-reference setup ## tests against torch and a second model: more to download

@@ -158,9 +158,16 @@ class Peer:
     """A client of the broker, with paho's own reconnecting switched off."""
 
     def __init__(
-        self, port: int, *topics: str, client_id: str = "", user: str = "", keep_s: int = 0, **tls: str
+        self,
+        port: int,
+        *topics: str,
+        client_id: str = "",
+        user: str = "",
+        will: tuple[str, str] | None = None,
+        keep_s: int = 0,
+        **tls: str,
     ) -> None:
-        """keep_s: the broker keeps the session that long while this client is away."""
+        """will: topic and retained payload; keep_s: how long the broker keeps the session while this client is away."""
         self._got: queue.SimpleQueue[Got] = queue.SimpleQueue()
         self._subscribed, self.ended = threading.Event(), threading.Event()
         self._topics, self._port = topics, port
@@ -183,6 +190,7 @@ class Peer:
 
     def connect(self, clean: bool = False) -> None:
         """Connect again; without `clean` to the session that the broker kept."""
+        self._client.loop_stop()  # its thread may not be quite at its end
         self._subscribed.clear()
         self.ended.clear()
         self._client.connect("127.0.0.1", self._port, clean_start=clean, properties=self._properties)

@@ -159,12 +159,14 @@ def test_the_ask_topic_takes_every_message(board_for_messages: Peer, message: An
 def board_for_messages(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Peer]:
     """A client of a board that many tests use, with an engine of its own."""
     broker = Broker(tmp_path_factory.mktemp("broker"))
-    with Board(tiny_engine(tiny_model), Mqtt(url=broker.url), service=Service(prompt_bytes=1024)):
-        peer = Peer(broker.port, OWN, "mine")
-        peer.online()
-        yield peer
-        peer.close()
-    broker.kill()
+    try:
+        with Board(tiny_engine(tiny_model), Mqtt(url=broker.url), service=Service(prompt_bytes=1024)):
+            peer = Peer(broker.port, OWN, "mine")
+            peer.online()
+            yield peer
+            peer.close()
+    finally:
+        broker.kill()
 
 
 @pytest.mark.parametrize(
@@ -178,6 +180,7 @@ def board_for_messages(tiny_model: Path, tmp_path_factory: pytest.TempPathFactor
         ("海" * 100, None),
         ("mine", b"x" * 257),
     ],
+    ids=["system", "status", "ask", "unprintable", "long", "long in bytes", "long correlation"],
 )
 def test_response_topics_that_are_refused(board_for_messages: Peer, topic: str, correlation: bytes | None) -> None:
     peer = board_for_messages
@@ -359,6 +362,9 @@ def test_two_boards_with_one_client_id(
                 break
             rival.connect()
         assert told
+        assert rival.ended.wait(TIMEOUT_S)
+        peer = peers(broker, OWN)  # which sees what the board has published since
+        peer.online()
         peer.ask({"id": "q1", "text": "Which one are you?", "max_tokens": 4})
         assert text_of(peer.answer("q1"))
     assert [record for record in caplog.records if f"two boards are called {NODE}" in record.message]
