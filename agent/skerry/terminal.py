@@ -68,7 +68,7 @@ class Terminal:
         self._interrupted = False
         try:
             self._reading = True
-            return input(prompt if self._live else "")
+            return input(prompt if sys.stdin.isatty() else "")
         finally:
             self._reading = False
 

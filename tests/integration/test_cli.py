@@ -126,6 +126,10 @@ def test_a_reader_that_goes_away_is_no_traceback(tiny_model: Path, tmp_path: Pat
     assert "Traceback" not in done.stderr and "Exception" not in done.stderr
 
 
+READY = r"/help for more[^>]*> "
+"""The prompt too: what is typed before it, Ctrl-D above all, can be lost while the terminal changes its mode."""
+
+
 class Chat:
     """`skerry chat` on a pseudo-terminal."""
 
@@ -161,8 +165,9 @@ class Chat:
                 continue
         raise AssertionError(f"no {pattern!r} in {self.seen!r}")
 
-    def exit_code(self) -> int:
+    def exit_code(self, timeout_s: float = 60) -> int:
         while True:
+            assert select.select([self.fd], [], [], timeout_s)[0], f"it does not end: {self.seen!r}"
             try:
                 if not os.read(self.fd, 65536):
                     break
@@ -183,7 +188,7 @@ def chat(request, tiny_model: Path, tmp_path: Path):
 
 
 def test_chat(chat: Chat) -> None:
-    chat.expect("/help for more")
+    chat.expect(READY)
     chat.send("/status\r")
     chat.expect(r"arena 0/256 tokens")
     for text in ("Hello there", "And now?", "日本 🎉"):
@@ -200,13 +205,13 @@ def test_chat(chat: Chat) -> None:
 
 
 def test_chat_ends_with_the_input(chat: Chat) -> None:
-    chat.expect("/help for more")
+    chat.expect(READY)
     chat.send("\x04")
     assert chat.exit_code() == 0
 
 
 def test_chat_survives_a_question_that_is_too_long_and_an_interrupted_answer(chat: Chat) -> None:
-    chat.expect("/help for more")
+    chat.expect(READY)
     chat.send(f"{'word ' * 700}\r")
     chat.expect("a conversation holds 256")
     chat.send("Go on\r")
