@@ -4,7 +4,8 @@ import argparse
 import logging
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from io import TextIOWrapper
 from pathlib import Path
 
 import msgspec
@@ -13,18 +14,22 @@ from skerry import __version__
 from skerry.chat import LocalTalker, RemoteTalker, Talker, converse, request
 from skerry.config import Config, Paths, changes, dump, load_with_origins
 from skerry.core import Done, Message, Reason, Role
-from skerry.daemon import build_engine, serve
-from skerry.errors import ConfigError, SkerryError
+from skerry.daemon import build_engine, check, serve
+from skerry.errors import ConfigError, RequestError, SkerryError
 from skerry.host import Host
 from skerry.remote import MqttLink, SerialLink
 from skerry.systemd import log_handler
 from skerry.terminal import Terminal
 
 OK, FAILED, MISUSE, BAD_CONFIG = 0, 1, 2, 78
+_LONGEST_QUESTION = 1 << 20
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # no locale may end an answer with an error
+            stream.reconfigure(errors="replace")
     options = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(levelname)s: %(message)s")
     try:
@@ -42,6 +47,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `skerry ask ... | head`: nobody reads any more, and nothing is left to flush
+        sys.stdout = None
+        return FAILED
+    except OSError as error:  # a full disk behind standard output, a terminal that is gone
+        with suppress(OSError, AttributeError):
+            print(f"skerry: {error.strerror or error}", file=sys.stderr)
         sys.stdout = None
         return FAILED
 
@@ -107,7 +117,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _check_config(options: argparse.Namespace) -> int:
-    load_with_origins(_paths(options))
+    check(load_with_origins(_paths(options))[0])
     print("the configuration is good")
     return OK
 
@@ -123,7 +133,7 @@ def _dump_config(options: argparse.Namespace) -> int:
 
 def _ask(options: argparse.Namespace) -> int:
     config = _config(options)
-    text = sys.stdin.read() if options.text == "-" else options.text
+    text = _standard_input() if options.text == "-" else options.text
     engine = build_engine(config, Host())
     asked = request(config, [Message(Role.USER, text)])
     if options.max_tokens:
@@ -145,6 +155,16 @@ def _ask(options: argparse.Namespace) -> int:
     elif done.result.reason == Reason.CAPACITY and not options.json:
         print(f"skerry: the conversation is full at {engine.capacity} tokens (arena.max_tokens)", file=sys.stderr)
     return FAILED if done.error else OK
+
+
+def _standard_input() -> str:
+    """The question on standard input. Raises RequestError when there is none, or more than any model takes."""
+    if sys.stdin is None:
+        raise RequestError("standard input is closed")
+    text = sys.stdin.read(_LONGEST_QUESTION + 1)
+    if len(text) > _LONGEST_QUESTION:
+        raise RequestError(f"the question is longer than {_LONGEST_QUESTION} characters", "shorten it")
+    return text
 
 
 def _chat(options: argparse.Namespace) -> int:

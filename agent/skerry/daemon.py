@@ -23,7 +23,7 @@ from skerry.modelfile import ModelFolder, find_model
 from skerry.service import Service
 from skerry.session import Sessions
 from skerry.text import Text
-from skerry.transport.mqtt import MqttTransport
+from skerry.transport.mqtt import MqttTransport, check_mqtt
 from skerry.transport.serial import SerialTransport
 
 log = logging.getLogger(__name__)
@@ -57,10 +57,7 @@ def build_engine(config: Config, host: Host) -> Engine:
     Raises ConfigError when the configuration asks for a model or a size that this machine does not have, ModelError for
     a broken model.
     """
-    try:
-        model = ModelFolder(find_model(config.model.path, model_search()))
-    except ModelError as error:
-        raise ConfigError([f"model.path: {error.message}"], error.hint) from None
+    model = _open_model(config)
     manifest = model.manifest
     layout = Layout(manifest.geometry, manifest.groups, config.arena.slots, config.arena.max_tokens)
     _check_fits(config, model, layout, host)
@@ -146,12 +143,43 @@ def reload(service: Service, paths: Paths) -> tuple[str, ...]:
     Raises ConfigError with every problem; nothing has changed then.
     """
     new, old = load(paths), service.config
-    service.config = msgspec.structs.replace(old, **{name: getattr(new, name) for name in LIVE})
+    check(new)
+    live = msgspec.structs.replace(old, **{name: getattr(new, name) for name in LIVE})
+    # The node's name is in topics that are subscribed.
+    live = msgspec.structs.replace(live, service=msgspec.structs.replace(live.service, node=old.service.node))
+    service.config = live
     return tuple(
         f"{key.path}: takes effect at the next start"
         for key in keys()
-        if key.path.split(".")[0] not in LIVE and attrgetter(key.path)(new) != attrgetter(key.path)(old)
+        if attrgetter(key.path)(new) != attrgetter(key.path)(live)
     )
+
+
+def check(config: Config) -> None:
+    """What the structs alone cannot tell: the model and its limits, the broker's address and files, the node's name.
+
+    Raises ConfigError with every problem.
+    """
+    problems: list[str] = []
+    hints: list[str] = []
+    for part in (_check_model, _check_mqtt):
+        try:
+            part(config)
+        except ConfigError as error:
+            problems += error.problems
+            hints += [error.hint] * bool(error.hint)
+    if problems:
+        raise ConfigError(problems, "; ".join(hints))
+
+
+def _check_model(config: Config) -> None:
+    model = _open_model(config)
+    _check_context(config, model)
+
+
+def _check_mqtt(config: Config) -> None:
+    if config.mqtt.url:
+        check_mqtt(config.mqtt, node_name(config))
 
 
 def _reload_by_signal(service: Service) -> None:
@@ -166,11 +194,7 @@ def _reload_by_signal(service: Service) -> None:
 
 def _check_fits(config: Config, model: ModelFolder, layout: Layout, host: Host) -> None:
     """Refuse before anything is loaded what could only end at the OOM killer."""
-    context = model.manifest.geometry.context
-    if config.arena.max_tokens > context:
-        raise ConfigError(
-            [f"arena.max_tokens: {config.arena.max_tokens} is beyond the {context} tokens that the model was made for"]
-        )
+    _check_context(config, model)
     limits = [limit for limit in (host.memory_limit(), host.mem_available()) if limit is not None]
     need = layout.bytes + model.weight_bytes
     if limits and need > min(limits):
@@ -182,4 +206,19 @@ def _check_fits(config: Config, model: ModelFolder, layout: Layout, host: Host) 
                 f"{min(limits) / 1e6:,.0f} MB are available"
             ],
             f"lower arena.max_tokens or arena.slots: a token takes {per_token:,} bytes",
+        )
+
+
+def _open_model(config: Config) -> ModelFolder:
+    try:
+        return ModelFolder(find_model(config.model.path, model_search()))
+    except ModelError as error:
+        raise ConfigError([f"model.path: {error.message}"], error.hint) from None
+
+
+def _check_context(config: Config, model: ModelFolder) -> None:
+    context = model.manifest.geometry.context
+    if config.arena.max_tokens > context:
+        raise ConfigError(
+            [f"arena.max_tokens: {config.arena.max_tokens} is beyond the {context} tokens that the model was made for"]
         )

@@ -13,6 +13,7 @@ below, so the two cannot disagree. Knows nothing of how the graphs are run.
 """
 
 import hashlib
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -172,8 +173,9 @@ def find_model(name: str, search: tuple[Path, ...]) -> Path:
     """The folder of a model given by path, or by name below one of `search`. Raises ModelError."""
     places = (Path(name),) if "/" in name else tuple(root / name for root in search)
     for place in places:
-        if (place / MANIFEST).is_file():
-            return place
+        with suppress(OSError):  # a name that no file system takes
+            if (place / MANIFEST).is_file():
+                return place
     raise ModelError(
         f"no model {name!r}: looked for {MANIFEST} in {', '.join(str(place) for place in places)}",
         "run `make setup`, or set model.path to a folder that tools/convert wrote",

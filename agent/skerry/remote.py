@@ -97,7 +97,7 @@ class MqttLink:
             port = parts.port or _PORTS[parts.scheme]
         except (ValueError, KeyError):
             raise _bad_url(url) from None
-        node = parts.path.strip("/")
+        node = unquote(parts.path.strip("/"))
         if not parts.hostname or not node or set(node) & set("+#/"):
             raise _bad_url(url)
         self._topic, self._replies = f"skerry/{node}/ask", f"skerry-chat/{secrets.token_hex(8)}"

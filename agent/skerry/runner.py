@@ -49,10 +49,11 @@ class Runner:
         rows = max(slots, BLOCK)
         self._embeddings = np.zeros((rows, g.hidden_size), np.float32)
         self._hidden = np.zeros((rows, g.hidden_size), np.float32)
+        self._wanted = np.zeros((max(slots, logits_rows), g.hidden_size), np.float32)  # the head's input
         self._logits = np.zeros((max(slots, logits_rows), g.vocab_size), np.float32)
         self._state = {group.name: _GroupState(slots) for group in manifest.groups}
         self._bodies: dict[tuple[int, int], tuple[Any, int]] = {}
-        self._heads: dict[tuple[int, int], Any] = {}
+        self._heads: dict[int, Any] = {}
 
     def run(self, tokens: npt.NDArray[np.int64], slot: int, rows: Rows, positions: Rows, logits: int = 1) -> F32:
         """Extend slots `slot`, `slot + 1`, ... by their tokens.
@@ -75,7 +76,8 @@ class Runner:
         self._embedding.rows(tokens.reshape(-1), self._embeddings[:count])
         self._body.run_with_iobinding(self._bound_body(slot, batch, steps))
         if logits:
-            self._head.run_with_iobinding(self._bound_head(count - logits, logits))
+            self._wanted[:logits] = self._hidden[count - logits : count]
+            self._head.run_with_iobinding(self._bound_head(logits))
         return self._logits[:logits]
 
     def _bound_body(self, slot: int, batch: int, steps: int) -> Any:
@@ -103,11 +105,11 @@ class Runner:
             self._bodies[slot, batch] = binding, steps
         return binding
 
-    def _bound_head(self, first: int, count: int) -> Any:
-        binding = self._heads.get((first, count))
+    def _bound_head(self, count: int) -> Any:
+        binding = self._heads.get(count)
         if binding is None:
-            binding = self._heads[first, count] = self._head.io_binding()
-            _bind(binding.bind_input, "hidden", self._hidden[first : first + count])
+            binding = self._heads[count] = self._head.io_binding()
+            _bind(binding.bind_input, "hidden", self._wanted[:count])
             _bind(binding.bind_output, "logits", self._logits[:count])
         return binding
 

@@ -19,6 +19,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+# ONNX Runtime's wheels report usage to their maker, from the moment they are imported: a device id in the home folder,
+# connections to the network. A board that is offline by promise does neither.
+os.environ["ORT_DISABLE_TELEMETRY"] = "1"
+
 import onnxruntime
 
 from skerry.errors import ModelError
@@ -52,6 +56,8 @@ class Sessions:
         if cache_dir is not None and (identity := host.cpu_identity()):
             key = hashlib.sha256(f"{identity}|{onnxruntime.__version__}|{model.manifest.digest()}".encode()).hexdigest()
             cache = cache_dir / "packed" / model.path.name / f"{key[:16]}{'-f32' if f32 else ''}"
+            if not _whole(cache):
+                model.verify()  # once, before all of it is read anyway
             if _whole(cache) or self._pack(cache, graphs):
                 self.packed = True
                 graphs = {part: cache / f"{part}.onnx" for part in _PARTS}
@@ -98,7 +104,7 @@ class Sessions:
                     shutil.rmtree(partial, ignore_errors=True)
         except (OSError, ModelError) as error:
             # ONNX Runtime reports a full disk as an error of its own; a model that is broken fails again without us.
-            log.warning("weights stay on the heap: %s: %s", cache, error)
+            log.warning("weights stay on the heap: %s: %s", cache, str(error).partition("\n")[0])
             return False
         return True
 

@@ -9,7 +9,10 @@ _PRIORITIES = ((logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6), (log
 
 
 def notify(state: str, environment: Mapping[str, str] = os.environ) -> bool:
-    """Send `READY=1`, `WATCHDOG=1` and the like; False when nobody listens. Never raises."""
+    """Send `READY=1`, `WATCHDOG=1` and the like; False when nobody listens, or does not read.
+
+    Never raises, and never blocks: a manager that is busy must not stop the event loop.
+    """
     address = environment.get("NOTIFY_SOCKET", "")
     if not address:
         return False
@@ -17,6 +20,7 @@ def notify(state: str, environment: Mapping[str, str] = os.environ) -> bool:
         address = "\0" + address[1:]
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as out:
+            out.setblocking(False)
             out.connect(address)
             out.send(state.encode())
     except OSError:

@@ -23,7 +23,8 @@ class Terminal:
     """Use as a context manager, which gives the terminal back as it was."""
 
     def __init__(self) -> None:
-        self._live = sys.stdout.isatty() and sys.stdin.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        person = sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
+        self._live = person and os.environ.get("TERM", "dumb") != "dumb"
         self._lines = 0
         self._status = ""
         self._reading = False
@@ -64,6 +65,8 @@ class Terminal:
 
     def read(self, prompt: str) -> str:
         """A line that the person types. Raises EOFError at Ctrl-D, KeyboardInterrupt at Ctrl-C."""
+        if sys.stdin is None:
+            raise EOFError
         self.status(self._status)
         self._interrupted = False
         try:

@@ -26,6 +26,7 @@ from skerry.core import Message
 from skerry.errors import ModelError, RequestError
 
 _MARK = "\ufdd0\ufdd1"
+_CACHED_WORDS = 256
 _TEMPLATE_STEPS = 2_000_000  # Python lines and calls; a thousand messages take some 100,000
 
 
@@ -55,7 +56,9 @@ class Text:
         unmark = normalizers.Replace(_MARK, "")
         normalizer = self._tokenizer.normalizer
         self._tokenizer.normalizer = normalizers.Sequence([unmark, normalizer] if normalizer else [unmark])
-        self._finder = Tokenizer(models.BPE())  # an empty vocabulary: its encodings hold the special tokens only
+        self._finder = Tokenizer(
+            models.BPE(cache_capacity=0)
+        )  # an empty vocabulary: its encodings hold the special tokens only
         self._finder.add_special_tokens(special)
         self._spelled = "\0".join(["", *(token.content for token in special), ""])
         self._longest = max((len(token.content) for token in special), default=0)
@@ -233,7 +236,11 @@ def _require_unicode(text: str) -> None:
 
 def _open_tokenizer(path: Path) -> Tokenizer:
     try:
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
+        # The library keeps the pieces of 10,000 different words, which on a board that runs for months is memory that
+        # grows with what people say.
+        tokenizer.model._resize_cache(_CACHED_WORDS)
+        return tokenizer
     except Exception as error:  # the library raises nothing narrower
         raise ModelError(f"{path}: {error}", "convert the model again") from None
 

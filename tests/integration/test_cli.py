@@ -68,6 +68,47 @@ def test_exit_codes(tiny_model: Path, tmp_path: Path, arguments: list[str], code
 
 
 @pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("ask - <&-", 1),
+        ("chat <&-", 0),
+        ("ask hello >/dev/full", 1),
+        ("ask --json hello >/dev/full", 1),
+        ("ask - </dev/urandom", 1),
+        ("ask - < <(head -c 60 /dev/urandom)", 0),
+        (f"ask --model {'x' * 5000} hello", 78),
+    ],
+)
+def test_strange_surroundings_are_no_traceback(tiny_model: Path, tmp_path: Path, line: str, code: int) -> None:
+    file = tmp_path / "skerry.yaml"
+    file.write_text(small(tiny_model))
+    for encoding in ("utf-8", "ascii", "utf-8:strict"):
+        environment = os.environ | {"PYTHONIOENCODING": encoding, "XDG_CACHE_HOME": str(tmp_path)}
+        command = f"{sys.executable} -m skerry.cli --config {file} {line}"
+        done = subprocess.run(
+            ["bash", "-c", command], capture_output=True, text=True, timeout=120, check=False, env=environment
+        )
+        assert done.returncode == code, done.stderr
+        assert "Traceback" not in done.stderr and "Exception" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ('mqtt: {url: "http://x"}\n', "mqtt.url"),
+        ('mqtt: {url: "mqtt://x", password_file: /nowhere}\n', "mqtt.password_file"),
+        ('mqtt: {url: "mqtt://x"}\nservice: {node: a/b}\n', "service.node"),
+        ("arena: {max_tokens: 1048576}\n", "arena.max_tokens"),
+        ("model: {path: /nowhere}\n", "model.path"),
+    ],
+)
+def test_check_config_finds_what_run_would_refuse(tiny_model: Path, tmp_path: Path, config: str, words: str) -> None:
+    config = config if "model:" in config else f"model: {{path: {tiny_model}}}\n{config}"
+    done = skerry("check-config", config=config, folder=tmp_path)
+    assert done.returncode == 78 and words in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
     ("config", "words"),
     [
         ("model: {path: /nowhere}\n", ["model.path", "/nowhere", "make setup"]),

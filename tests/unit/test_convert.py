@@ -353,3 +353,21 @@ def test_a_place_that_cannot_be_written(source, tmp_path):
         assert failed.returncode == 1
         assert failed.stderr.startswith("convert: ")
         assert failed.stderr.count("\n") == 1
+
+
+def test_a_link_stays_a_link_and_what_a_killed_conversion_left_is_removed(tiny_sources, tmp_path):
+    source = tiny_sources("llama")
+    convert(source, tmp_path / "real")
+    (tmp_path / "link").symlink_to("real")
+    (tmp_path / ".real.abcdef").mkdir()
+    convert(source, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "real"]
+
+
+def test_a_target_that_is_something_else_is_refused_before_the_work(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    with pytest.raises(ModelError, match="not a model folder"):
+        convert(tmp_path / "no such source", tmp_path / "mine")
+    assert (tmp_path / "mine" / "thesis.txt").exists()

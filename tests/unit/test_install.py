@@ -43,12 +43,12 @@ def test_every_file_is_where_it_belongs(tree: Path) -> None:
         assert mode == (0o755 if name == "usr/bin/skerry" else 0o644), name
 
 
-def test_the_installed_command_runs_from_the_installed_tree(tree: Path, tmp_path: Path) -> None:
+def test_the_installed_command_runs_from_the_installed_tree(tree: Path, tiny_model: Path, tmp_path: Path) -> None:
     launcher = tmp_path / "skerry"
     launcher.write_text((tree / "usr/bin/skerry").read_text().replace("/usr/lib/skerry", f"{tree}/usr/lib/skerry"))
-    (tmp_path / "empty.yaml").touch()
+    (tmp_path / "skerry.yaml").write_text(f"model: {{path: {tiny_model}}}\n")
     code = (
-        f"import runpy, sys; sys.argv = ['skerry', '--config', {str(tmp_path / 'empty.yaml')!r}, 'check-config']\n"
+        f"import runpy, sys; sys.argv = ['skerry', '--config', {str(tmp_path / 'skerry.yaml')!r}, 'check-config']\n"
         f"try: runpy.run_path({str(launcher)!r}, run_name='__main__')\n"
         "except SystemExit as end: print(end.code, sys.modules['skerry'].__file__)"
     )

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -126,6 +127,25 @@ def test_both_kinds_of_product_keep_their_caches(model: ModelFolder, tmp_path: P
     for f32 in (False, True, False):
         assert open_sessions(model, tmp_path, f32).packed
     assert len(list(tmp_path.glob("packed/*/*"))) == 2
+
+
+def test_importing_the_runtime_reports_nothing_to_anybody(tmp_path: Path) -> None:
+    """ONNX Runtime writes a device id below the cache or home folder when it is imported, unless told not to."""
+    code = "import skerry.session, time; time.sleep(1)"
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "HOME": str(tmp_path)}
+    environment.pop("ORT_DISABLE_TELEMETRY", None)
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+    assert not list(tmp_path.rglob("*"))
+
+
+def test_weights_that_changed_are_noticed_when_they_are_packed(model: ModelFolder, tmp_path: Path) -> None:
+    changed = tmp_path / "changed"
+    shutil.copytree(model.path, changed)
+    data = bytearray((changed / "body.bin").read_bytes())
+    data[100] ^= 1
+    (changed / "body.bin").write_bytes(data)
+    with pytest.raises(ModelError, match="sha256"):
+        open_sessions(ModelFolder(changed), tmp_path / "cache")
 
 
 def test_an_unknown_cpu_packs_nothing(model: ModelFolder, tmp_path: Path) -> None:

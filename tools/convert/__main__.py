@@ -1,6 +1,7 @@
 """python -m tools.convert SOURCE TARGET: a GGUF file or a Hugging Face folder into a model folder for the agent."""
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ def main() -> int:
     parser.add_argument("--name", default="", help="name of the model (default: the source's)")
     parser.add_argument("--licence", default="", help="licence of the weights, as an SPDX identifier")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what is unfinished is removed
     try:
         manifest = convert(arguments.source, arguments.target, arguments.name, arguments.licence)
     except SkerryError as error:
@@ -23,6 +25,9 @@ def main() -> int:
     except OSError as error:
         print(f"convert: {error.filename or arguments.target}: {error.strerror}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("convert: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     size = sum(stored.bytes for stored in manifest.files.values())
     print(f"{arguments.target}: {manifest.name}, {manifest.geometry.layers} layers, {size / 1e6:.0f} MB")
     return 0

@@ -32,6 +32,9 @@ def convert(source: Path, target: Path, name: str = "", licence: str = "", url: 
 
     Raises ModelError; then `target` is as it was before.
     """
+    target = target.resolve()  # a link stays a link, to the new folder
+    if target.exists() and not (target / MANIFEST).is_file():
+        raise ModelError(f"{target}: exists and is not a model folder", "give another target")
     if source.is_dir():
         checkpoint = safetensors_folder.read(source, licence)
     elif source.is_file():
@@ -39,6 +42,8 @@ def convert(source: Path, target: Path, name: str = "", licence: str = "", url: 
     else:
         raise ModelError(f"{source}: is neither a file nor a folder")
     target.parent.mkdir(parents=True, exist_ok=True)
+    for left in target.parent.glob(f".{target.name}.*"):  # of a conversion that was killed
+        shutil.rmtree(left, ignore_errors=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         _write_graphs(checkpoint, partial, source)
@@ -122,8 +127,6 @@ def _replace(new: Path, target: Path) -> None:
     if not target.exists():
         new.rename(target)
         return
-    if not (target / MANIFEST).is_file():
-        raise ModelError(f"{target}: exists and is not a model folder", "give another target")
     old = new.with_name(new.name + ".old")
     target.rename(old)
     new.rename(target)

@@ -30,6 +30,7 @@ from skerry.protocol import (
 from skerry.service import Service
 from skerry.transport.broker import Backoff, BrokerLink
 from skerry.transport.discovery import announcements
+from skerry.transport.door import Door
 from skerry.transport.outbox import Packet, Weight
 
 log = logging.getLogger(__name__)
@@ -46,13 +47,23 @@ _MESSAGE_BYTES = 65_536
 """What a payload may have beyond twice the prompt, which its JSON may need for escapes."""
 
 
+def check_mqtt(config: Mqtt, node: str) -> None:
+    """Whether a transport could be made of these settings, without a broker. Raises ConfigError."""
+    _check_node(node)
+    Door(config)
+
+
+def _check_node(node: str) -> None:
+    if node == _FLEET or node.startswith("$") or not node.isprintable() or set("/+#") & set(node):
+        raise ConfigError([f"service.node: {node!r} cannot be a part of MQTT topics"], "set another name")
+
+
 class MqttTransport:
     """Made on the event loop. Raises ConfigError with every problem of the settings."""
 
     def __init__(self, config: Mqtt, service: Service, host: Host, backoff: Backoff | None = None) -> None:
         node = service.node
-        if node == _FLEET or node.startswith("$") or not node.isprintable() or set("/+#") & set(node):
-            raise ConfigError([f"service.node: {node!r} cannot be a part of MQTT topics"], "set another name")
+        _check_node(node)
         self._config, self._service, self._host = config, service, host
         self._topics = {
             name: f"skerry/{node}/{name}" for name in ("ask", "cancel", "reply", "status", "telemetry", "event")
