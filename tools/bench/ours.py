@@ -26,6 +26,7 @@ class Skerry:
         self._arena = Arena(Layout(model.manifest.geometry, model.manifest.groups, 1, max_tokens))
         self._decoder = Decoder(model, sessions, self._arena)
         self._decoder.warm_up()
+        Host().trim_heap()  # as the agent does
 
     @property
     def arena_bytes(self) -> int:
