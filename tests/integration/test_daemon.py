@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import tty
 from collections.abc import Iterator
@@ -190,3 +191,71 @@ def test_five_hundred_requests_over_both_transports_leave_no_memory_behind(tiny_
 
 def pss(agent: Agent) -> int:
     return Host().smaps_rollup(agent.process.pid)["Pss"]
+
+
+class Cable:
+    """Joins the agent's serial line to a device that a client can open."""
+
+    def __init__(self, near: int) -> None:
+        self._far, slave = os.openpty()
+        tty.setraw(slave)
+        self.device, self._slave = os.ttyname(slave), slave
+        os.set_blocking(self._far, False)
+        self._ends = {near: self._far, self._far: near}
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._carry)
+        self._thread.start()
+
+    def _carry(self) -> None:
+        while not self._closed.is_set():
+            for end in select.select(list(self._ends), [], [], 0.05)[0]:
+                os.write(self._ends[end], os.read(end, 4096))
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join()
+        os.close(self._far)
+        os.close(self._slave)
+
+
+@pytest.mark.parametrize("way", ["serial", "mqtt"])
+def test_a_person_chats_with_a_board_far_away(tiny_model: Path, tmp_path: Path, way: str) -> None:
+    broker = Broker(tmp_path)
+    agent = Agent(tmp_path, tiny_model, broker)
+    cable = None
+    try:
+        agent.expect_notice("READY=1")
+        if way == "serial":
+            cable = Cable(agent.near)
+            options = ["--serial", cable.device]
+        else:
+            options = ["--mqtt", f"{broker.url}/kiosk"]
+        said = "Hello?\n/status\n/reset\nHello?\n/nonsense\n"
+        done = subprocess.run(
+            [*SKERRY, "chat", *options], input=said, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        lines = done.stdout.splitlines()
+        answers = [line for line in lines if line and not line.startswith(("Type", "kiosk:", "(", "/"))]
+        assert answers[0] == answers[1]
+        assert any(line.startswith("kiosk: tiny, ") for line in lines) and "(a new conversation)" in lines
+        assert "no such command" in done.stdout
+    finally:
+        if cable:
+            cable.close()
+        agent.clean_up()
+        broker.kill()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--serial", "/dev/nowhere"], "/dev/nowhere"),
+        (["--mqtt", "mqtt://127.0.0.1:1/kiosk"], "127.0.0.1:1"),
+        (["--mqtt", "mqtt://127.0.0.1"], "mqtt://broker/NODE"),
+        (["--mqtt", "nonsense"], "mqtt://broker/NODE"),
+    ],
+)
+def test_a_board_that_cannot_be_reached_is_one_line(options: list[str], words: str) -> None:
+    done = subprocess.run([*SKERRY, "chat", *options], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1 and words in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr

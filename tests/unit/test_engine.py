@@ -251,3 +251,35 @@ def test_sliding_layers_answer_beyond_their_window(tiny_models) -> None:
     for i, number in enumerate(numbers):
         alone = ask(build(folder, max_tokens=512), user("word " * 60 + str(i), max_tokens=300))
         assert alone.text == results[number].text
+
+
+def test_answering_slots_are_moved_next_to_each_other(tiny_model: Path) -> None:
+    lengths = [40, 3, 3, 40]
+    alone = [ask(build(tiny_model), user(f"number {i}", max_tokens=n)).text for i, n in enumerate(lengths)]
+    engine = build(tiny_model, slots=4)
+    numbers = [engine.add(user(f"number {i}", max_tokens=n)) for i, n in enumerate(lengths)]
+    asked: list[list[bool]] = []
+    decode = engine._decoder.decode
+
+    def noted(slot: int, tokens: Sequence[int], active: Sequence[bool]) -> np.ndarray:
+        asked.append(list(active))
+        return decode(slot, tokens, active)
+
+    engine._decoder.decode = noted
+    results = run(engine, numbers)
+    engine.check_integrity()
+    assert [results[number].text for number in numbers] == alone
+    assert all(all(active) for active in asked)  # no idle slot was computed
+    assert [True] * 4 in asked and [True] * 2 in asked
+
+
+def test_slots_that_take_turns_answer_the_same(tiny_model: Path) -> None:
+    batched, in_turn = build(tiny_model, slots=3), build(tiny_model, slots=3)
+    in_turn._batched = False
+    answers = []
+    for engine in (batched, in_turn):
+        numbers = [engine.add(user(f"number {i}")) for i in range(5)]
+        results = run(engine, numbers)
+        engine.check_integrity()
+        answers.append([results[number].text for number in numbers])
+    assert answers[0] == answers[1]
