@@ -254,7 +254,7 @@ def test_sliding_layers_answer_beyond_their_window(tiny_models) -> None:
 
 
 def test_answering_slots_are_moved_next_to_each_other(tiny_model: Path) -> None:
-    lengths = [40, 3, 3, 40]
+    lengths = [40, 12, 12, 40]
     alone = [ask(build(tiny_model), user(f"number {i}", max_tokens=n)).text for i, n in enumerate(lengths)]
     engine = build(tiny_model, slots=4)
     numbers = [engine.add(user(f"number {i}", max_tokens=n)) for i, n in enumerate(lengths)]

@@ -95,7 +95,10 @@ def _equality(decoder: Decoder, setting: Setting) -> list[Row]:
     4-bit ones a row's product may differ in its last bits with the number of rows."""
     tokens = setting.model.manifest.tokens
     text = Text(setting.model.path, tokens.end, tokens.bos, tokens.add_bos)
-    prompts = [text.encode_chat([Message(Role.USER, question)]) for question in QUESTIONS]
+    prompts = [
+        text.encode_chat([Message(Role.USER, question)])
+        for question in QUESTIONS[: setting.pick(len(QUESTIONS), max(_SLOTS))]
+    ]
     size = max(_SLOTS)
     alone = [_greedy(decoder, [prompt])[0] for prompt in prompts]
     together = [answer for at in range(0, len(prompts), size) for answer in _greedy(decoder, prompts[at : at + size])]
