@@ -19,6 +19,7 @@ import msgspec
 
 from skerry import __version__
 from skerry.config import Config
+from skerry.conversation import Session, messages_of, repaired
 from skerry.core import Event, Message, Reason, Request, Result, Role, Timings, Token, TokenCounts
 from skerry.engine import Engine
 from skerry.errors import CapacityError, SkerryError
@@ -105,24 +106,6 @@ class EngineThread:
             if not self._engine.idle and (events := self._engine.step()):
                 self.hand_over(self._deliver, events)
             self.progress += 1
-
-
-class Session:
-    """A conversation: the turns so far, without the system prompt."""
-
-    def __init__(self, now: float) -> None:
-        self.turns: list[Message] = []
-        self.last_used = now
-        self.busy = False
-
-    @property
-    def characters(self) -> int:
-        return sum(len(turn.content) for turn in self.turns)
-
-    def shorten(self, characters: int) -> None:
-        """Leave out the oldest turns of a history that could not fit a slot anyway."""
-        while len(self.turns) > 1 and self.characters > characters:
-            del self.turns[0]
 
 
 class Pending:
@@ -265,7 +248,7 @@ class Service:
             raise self._busy(request_id, f"this client has {len(mine)} requests")
         if len(self._waiting) >= limits.queue:
             raise self._busy(request_id, f"{len(self._waiting)} requests are waiting")
-        size = sum(len(m.content.encode(errors="replace")) for m in _messages_of(ask))
+        size = sum(len(m.content.encode(errors="replace")) for m in messages_of(ask))
         if size > limits.prompt_bytes:
             raise ProtocolError(
                 Code.TOO_LARGE,
@@ -302,14 +285,14 @@ class Service:
             pending.waited_ms = 1000 * (time.monotonic() - pending.added)
             if session := self._session(pending):
                 session.busy = True
-                session.turns.append(_messages_of(pending.ask)[0])
+                session.turns.append(messages_of(pending.ask)[0])
                 session.shorten(_CHARACTERS_PER_TOKEN * self._engine.capacity)
             self._thread.call(partial(self._add, pending, self._request(pending)))
 
     def _request(self, pending: Pending) -> Request:
         chat, ask = self.config.chat, pending.ask
         session = self._session(pending)
-        turns = repaired(session.turns if session else _messages_of(ask))
+        turns = repaired(session.turns if session else messages_of(ask))
         if chat.system_prompt and turns[0].role != Role.SYSTEM:
             turns.insert(0, Message(Role.SYSTEM, chat.system_prompt))
         return Request(
@@ -423,7 +406,7 @@ class Service:
             f"{times.total:.0f} ms in all"
         )
         if self.config.service.log_text:
-            line += f"; asked {_messages_of(pending.ask)[-1].content!r}; answered {result.text if result else ''!r}"
+            line += f"; asked {messages_of(pending.ask)[-1].content!r}; answered {result.text if result else ''!r}"
         log.info("%s", line)
 
     # -- sessions ------------------------------------------------------------------------------------------------------
@@ -477,10 +460,6 @@ class Service:
 _MEMORY = ("Rss", "Pss", "Anonymous", "Locked", "Swap")
 
 
-def _messages_of(ask: Ask) -> list[Message]:
-    return list(ask.messages) if ask.messages is not None else [Message(Role.USER, ask.text or "")]
-
-
 def _with_wait(result: Result, waited_ms: float) -> Result:
     """The engine counts from the moment that it got the request; the client counts from when it asked."""
     times = result.timings_ms
@@ -488,21 +467,3 @@ def _with_wait(result: Result, waited_ms: float) -> Result:
     if not times.first:
         del later["first"]
     return msgspec.structs.replace(result, timings_ms=msgspec.structs.replace(times, **later))
-
-
-def repaired(messages: list[Message]) -> list[Message]:
-    """A conversation in the form that chat templates take: at most one system message, first; then user and assistant
-    in turn, beginning and ending with the user.
-
-    Turns of one role in a row become one. Raises ProtocolError when there is nothing to answer.
-    """
-    system = [m.content for m in messages if m.role == Role.SYSTEM]
-    turns: list[Message] = []
-    for message in (m for m in messages if m.role != Role.SYSTEM):
-        if turns and turns[-1].role == message.role:
-            turns[-1] = Message(message.role, f"{turns[-1].content}\n\n{message.content}")
-        elif turns or message.role == Role.USER:
-            turns.append(message)
-    if not turns or turns[-1].role != Role.USER:
-        raise ProtocolError(Code.BAD_MESSAGE, "the conversation does not end with a question", "end it with role user")
-    return [Message(Role.SYSTEM, "\n\n".join(system))] * bool(system) + turns

@@ -11,6 +11,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("arena", "session", "runner", "sampler", "text"),
     ("decoder", "engine"),
     (
+        "conversation",
         "service",
         *(f"transport.{name}" for name in ("lineedit", "words", "dialogue", "serial")),
         *(f"transport.{name}" for name in ("outbox", "door", "discovery", "broker", "mqtt")),

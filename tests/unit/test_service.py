@@ -10,6 +10,7 @@ import pytest
 
 from skerry import config
 from skerry.config import Config
+from skerry.conversation import repaired
 from skerry.core import Message, Reason, Role
 from skerry.daemon import build_engine
 from skerry.host import Host
@@ -34,7 +35,7 @@ from skerry.protocol import (
     TokenText,
     to_line,
 )
-from skerry.service import Service, repaired
+from skerry.service import Service
 
 
 class Desk:
