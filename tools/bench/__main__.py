@@ -73,7 +73,7 @@ def run(setting: Setting, names: list[str]) -> None:
 
 def _peers(model: ModelFolder, gguf: Path, out: Path) -> tuple[PeerFile, ...]:
     """llama.cpp with the same file, and with the file that it runs fastest; says so where one cannot be had."""
-    reason = f"{gguf} is absent: run `make setup`" * (not gguf.is_file())
+    reason = f"{gguf} is absent: `make bench` fetches it" * (not gguf.is_file())
     reason = reason or "xllamacpp is not installed: pip install -e .[tools]" * (find_spec("xllamacpp") is None)
     if reason:
         print(f"no figures of llama.cpp: {reason}", file=sys.stderr)
