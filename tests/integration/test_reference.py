@@ -16,7 +16,7 @@ from skerry.text import Text
 from tools.distance import LlamaCpp, Reference, Skerry, divergence, excess, log_softmax, measure, table, windows_of
 from tools.tiny import LLAMA3_SCALING
 
-pytestmark = [pytest.mark.extended, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(1800)]
 
 PROSE = Path(__file__).parents[1] / "data" / "prose.txt"
 VARIANTS = [
